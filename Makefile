@@ -1,0 +1,45 @@
+# `make test` is what CI runs; everything it needs beyond Go and Python 3 it fetches itself.
+GO      ?= go
+PYTHON  ?= $(shell command -v /usr/bin/python3 || command -v python3)
+VENV    := .venv
+TOOLS   := -modfile=tools/go.mod
+RACE    ?= -race
+
+.PHONY: test lint race interop build demo bench fuzz golden clean
+
+test: lint race ## all checks, all tests
+
+lint: ## formatting, vet, staticcheck, golangci-lint
+	@out=$$(git ls-files -co --exclude-standard '*.go' | xargs gofmt -l); if [ -n "$$out" ]; then echo "gofmt differs:"; echo "$$out"; exit 1; fi
+	$(GO) vet ./...
+	$(GO) tool $(TOOLS) staticcheck ./...
+	$(GO) tool $(TOOLS) golangci-lint run --timeout 15m
+
+# The virtual environment exists to run the stock safetensors package against our files.
+$(VENV)/ready: tools/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tools/requirements.txt
+	touch $@
+
+race: $(VENV)/ready ## every test, with the race detector
+	SLUICE_PYTHON=$(CURDIR)/$(VENV)/bin/python $(GO) test $(RACE) -timeout 15m ./...
+
+build: ## the one static binary, in bin/
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o bin/sluice ./cmd/sluice
+
+demo: ## the main job
+	$(GO) run ./cmd/sluice demo
+
+bench: ## figures for docs/benchmarks.md
+	$(GO) test -run '^$$' -bench . -benchmem ./...
+
+FUZZTIME ?= 1m
+fuzz: ## every fuzz target in turn, FUZZTIME each
+	@set -e; for p in $$($(GO) list ./...); do for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
+		echo "== $$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) $$p; done; done
+
+golden: ## make the golden arrays again (needs torch: Debian's python3-torch is enough)
+	$(PYTHON) tools/refs/golden.py testdata/refs
+
+clean:
+	rm -rf bin $(VENV)
