@@ -140,7 +140,7 @@ type Reservation struct {
 // Store is the data plane: it holds the tensors of samples. (Upstream's FeatureStore.)
 //
 // A sample has at most one claim, its queue's, and any number of pins, the handles. Its bytes are free when neither is left; a
-// sample that was never claimed is freed by its last release, or by Abort. So a sample that failed after release can be
+// sample that was never claimed is freed by its last release, or by Abort; a Get that fails is no release. So a sample that failed after release can be
 // read again, bit for bit, and a late release by a stale holder harms nobody.
 //
 // All methods may be called from any goroutine. Unless said otherwise they fail with ErrClosed after Close, and with the context's
@@ -166,7 +166,7 @@ type Store interface {
 	Get(ctx context.Context, ref Ref) (*Tensors, error)
 
 	// Release gives up a pin. It is idempotent, and useless when the handle is forged, used or foreign: then it does nothing and
-	// returns nil. It works after Close.
+	// returns nil. It works after Close. Release, Unreserve and Abort are for clean-up code too: in process they do their work although ctx has ended.
 	Release(ctx context.Context, h Handle) error
 
 	// Abort frees a sample whose ref never reached a queue, without reading it. ErrConflict if the sample is claimed; nil if it is not there.
@@ -188,10 +188,10 @@ type ClaimStore interface {
 	Store
 
 	// Claim takes the sample for owner (the queue's id). It is idempotent for one owner; ErrConflict names another one.
-	// ErrNotFound if the sample is not there in this generation.
+	// ErrNotFound if the sample is not there in this generation. ErrInvalid if owner is empty.
 	Claim(ref Ref, owner string) error
 
-	// MarkDead moves a sample that owner claims to the dead letters, or back. It stays claimed.
+	// MarkDead moves a sample that owner claims to the dead letters, or back. It stays claimed. ErrConflict if owner does not claim it.
 	MarkDead(ref Ref, owner string, dead bool) error
 
 	// Unclaim gives the claim up; without pins that frees the sample. Idempotent: nil if the sample is gone or owner does not claim it.
