@@ -1,0 +1,358 @@
+package stream
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/sluice-ml/sluice"
+	"pgregory.net/rapid"
+)
+
+// sampleOf makes an unpacked eagle3 sample of rows of ids, all attended, whose states count up.
+func sampleOf(t testing.TB, id string, loss []int64, change func(*sluice.Sample), rows ...[]int64) Sample {
+	t.Helper()
+	n := int64(len(rows[0]))
+	b := int64(len(rows))
+	ids, attn, mask := sluice.NewTensor(sluice.Int64, b, n), sluice.NewTensor(sluice.Int64, b, n), sluice.NewTensor(sluice.Int64, b, n)
+	aux, last := sluice.NewTensor(sluice.BFloat16, b, n, 3), sluice.NewTensor(sluice.BFloat16, b, n, 1)
+	for r, row := range rows {
+		for i, v := range row {
+			at := r*len(row) + i
+			sluice.View[int64](ids)[at] = v
+			sluice.View[int64](attn)[at] = 1
+			sluice.View[uint16](last)[at] = uint16(v)
+			for k := range 3 {
+				sluice.View[uint16](aux)[3*at+k] = uint16(10*int(v) + k)
+			}
+		}
+		copy(sluice.View[int64](mask)[r*len(row):], loss)
+	}
+	x := &sluice.Sample{SampleID: id, RunID: "r", Algorithm: sluice.EAGLE3, SchemaVersion: 1, NumTokens: b * n,
+		Attributes: map[string]string{"shift": "0", "aux_layers": "hf:1,2,3", "last_norm": "post", "target": "t1", "tokenizer": "k1"},
+		Features:   []sluice.Feature{{Name: "aux_hidden_states", Tensor: aux}, {Name: "input_ids", Tensor: ids}, {Name: "attention_mask", Tensor: attn}, {Name: "loss_mask", Tensor: mask}, {Name: "last_hidden_states", Tensor: last}}}
+	if change != nil {
+		change(x)
+	}
+	return Sample{Ref: refOf(t, x), Features: x.Features}
+}
+
+func ints(t testing.TB, b *Batch, name string) []int64 {
+	t.Helper()
+	x, ok := b.Feature(name)
+	if !ok {
+		t.Fatalf("the batch has no %s", name)
+	}
+	return sluice.View[int64](x)
+}
+
+func shorts(t testing.TB, b *Batch, name string) []uint16 {
+	t.Helper()
+	x, ok := b.Feature(name)
+	if !ok {
+		t.Fatalf("the batch has no %s", name)
+	}
+	return sluice.View[uint16](x)
+}
+
+func mustCollate(t testing.TB, c Collator, samples ...Sample) *Batch {
+	t.Helper()
+	b, err := Collate(schema(t, sluice.EAGLE3), c, samples)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestShiftingMovesWhatTheSchemaFlagsAndNothingElse(t *testing.T) {
+	t.Parallel()
+	b := mustCollate(t, PadTo(0), sampleOf(t, "s", []int64{0, 0, 0, 1, 1, 1}, nil, []int64{10, 11, 12, 13, 14, 15}))
+	for name, want := range map[string][]int64{"input_ids": {11, 12, 13, 14, 15, 0}, "loss_mask": {0, 0, 1, 1, 1, 0}, "attention_mask": {1, 1, 1, 1, 1, 1}} {
+		if got := ints(t, b, name); !slices.Equal(got, want) {
+			t.Errorf("%s is %v, want %v", name, got, want)
+		}
+	}
+	if got := shorts(t, b, "last_hidden_states"); !slices.Equal(got, []uint16{11, 12, 13, 14, 15, 0}) {
+		t.Errorf("last_hidden_states %v", got)
+	}
+	if got := shorts(t, b, "aux_hidden_states")[:4]; !slices.Equal(got, []uint16{100, 101, 102, 110}) {
+		t.Errorf("aux_hidden_states %v", got)
+	}
+	if b.Shift != "1" || b.Tokens != 6 || b.SupervisedTokens != 3 {
+		t.Errorf("shift %s, %d tokens, %d supervised", b.Shift, b.Tokens, b.SupervisedTokens)
+	}
+}
+
+func TestASampleThatComesShiftedIsNotShiftedAgain(t *testing.T) {
+	t.Parallel()
+	s := sampleOf(t, "s", []int64{0, 1, 0}, func(x *sluice.Sample) { x.Attributes["shift"] = "1" }, []int64{11, 12, 0})
+	b := mustCollate(t, PadTo(0), s)
+	if got := ints(t, b, "input_ids"); !slices.Equal(got, []int64{11, 12, 0}) {
+		t.Errorf("input_ids %v", got)
+	}
+	for i := range s.Features {
+		if &b.Features[i].Data[0] != &s.Features[i].Data[0] {
+			t.Errorf("%s was copied, though one sample that needs nothing done is handed on", s.Features[i].Name)
+		}
+	}
+}
+
+func TestASecondShiftIsAnError(t *testing.T) {
+	t.Parallel()
+	var inner error
+	s := sampleOf(t, "s", []int64{0, 1, 1}, nil, []int64{1, 2, 3})
+	mustCollate(t, CollateFunc(func(samples []Sample) ([]sluice.Feature, error) {
+		if got := samples[0].Features[1]; samples[0].Shift != "1" || !slices.Equal(sluice.View[int64](got.Tensor), []int64{2, 3, 0}) {
+			t.Errorf("the function got shift %q and %s %v", samples[0].Shift, got.Name, sluice.View[int64](got.Tensor))
+		}
+		_, inner = Collate(schema(t, sluice.EAGLE3), PadTo(0), samples)
+		return samples[0].Features, nil
+	}), s)
+	wantKind(t, inner, sluice.ErrSchema)
+
+	dflash := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DFlash, SchemaVersion: 1, Attributes: map[string]string{"shift": "1", "aux_layers": "unknown"},
+		Features: []sluice.Feature{{Name: "hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 4)}, {Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)},
+			{Name: "attention_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
+	_, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, dflash), Features: dflash.Features}})
+	wantKind(t, err, sluice.ErrSchema)
+}
+
+func TestWhatMustNotBeMixedIsNamedTwice(t *testing.T) {
+	t.Parallel()
+	a := sampleOf(t, "first", []int64{0, 1}, nil, []int64{1, 2})
+	for attr, v := range map[string]string{"target": "t2", "tokenizer": "k2", "aux_layers": "hf:1,2,4", "last_norm": "pre"} {
+		b := sampleOf(t, "second", []int64{0, 1}, func(x *sluice.Sample) { x.Attributes[attr] = v }, []int64{1, 2})
+		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{a, b})
+		wantKind(t, err, sluice.ErrSchema)
+		if err != nil && !(strings.Contains(err.Error(), "first") && strings.Contains(err.Error(), "second") && strings.Contains(err.Error(), v)) {
+			t.Errorf("error %q does not name both", err)
+		}
+	}
+}
+
+func TestSamplesThatDoNotFitTogetherAreRefused(t *testing.T) {
+	t.Parallel()
+	a := sampleOf(t, "a", []int64{0, 1}, nil, []int64{1, 2})
+	wide := sampleOf(t, "b", []int64{0, 1}, func(x *sluice.Sample) {
+		x.Features[0].Tensor = sluice.NewTensor(sluice.BFloat16, 1, 2, 6)
+		x.Features[4].Tensor = sluice.NewTensor(sluice.BFloat16, 1, 2, 2)
+	}, []int64{1, 2})
+	float := sampleOf(t, "c", []int64{0, 1}, func(x *sluice.Sample) { x.Features[4].Tensor = sluice.NewTensor(sluice.Float32, 1, 2, 1) }, []int64{1, 2})
+	logits := sampleOf(t, "d", []int64{0, 1}, func(x *sluice.Sample) {
+		x.Features[4] = sluice.Feature{Name: "logits", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 5)}
+	}, []int64{1, 2})
+	truncated := sampleOf(t, "e", []int64{0, 1}, nil, []int64{1, 2})
+	truncated.Features = truncated.Features[:4]
+	for _, c := range []Collator{PadTo(0), Pack(PackOptions{})} {
+		for _, b := range []Sample{wide, float, logits} {
+			_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, b})
+			wantKind(t, err, sluice.ErrSchema)
+		}
+		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, truncated})
+		wantKind(t, err, sluice.ErrCorrupt)
+	}
+	if _, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), nil); !errors.Is(err, sluice.ErrInvalid) {
+		t.Errorf("error %v for no samples, want ErrInvalid", err)
+	}
+}
+
+func TestPaddingFillsWithZerosUpToTheMultiple(t *testing.T) {
+	t.Parallel()
+	b := mustCollate(t, PadTo(4), sampleOf(t, "a", []int64{0, 1, 1}, nil, []int64{1, 2, 3}, []int64{4, 5, 6}), sampleOf(t, "b", []int64{0, 1, 1, 1, 1}, nil, []int64{7, 8, 9, 10, 11}))
+	x, _ := b.Feature("input_ids")
+	if want := []int64{3, 8}; !slices.Equal(x.Shape, want) {
+		t.Errorf("shape %v, want %v", x.Shape, want)
+	}
+	want := []int64{2, 3, 0, 0, 0, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0, 8, 9, 10, 11, 0, 0, 0, 0}
+	if got := ints(t, b, "input_ids"); !slices.Equal(got, want) {
+		t.Errorf("input_ids %v, want %v", got, want)
+	}
+	want = []int64{1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0}
+	if got := ints(t, b, "attention_mask"); !slices.Equal(got, want) {
+		t.Errorf("attention_mask %v, want %v", got, want)
+	}
+	if b.Samples[1].Row != 2 {
+		t.Errorf("the second sample begins in row %d, want 2", b.Samples[1].Row)
+	}
+}
+
+func TestAStandInCountsNowhere(t *testing.T) {
+	t.Parallel()
+	for _, c := range []Collator{PadTo(0), Pack(PackOptions{})} {
+		real, pad := sampleOf(t, "a", []int64{0, 1, 1}, nil, []int64{1, 2, 3}), sampleOf(t, "b", []int64{0, 1, 1}, nil, []int64{4, 5, 6})
+		pad.Pad = true
+		b := mustCollate(t, c, real, pad)
+		if got := ints(t, b, "loss_mask"); !slices.Equal(got, []int64{1, 1, 0, 0, 0, 0}) {
+			t.Errorf("loss_mask %v", got)
+		}
+		if b.Tokens != 3 || b.SupervisedTokens != 2 || !b.Samples[1].Pad {
+			t.Errorf("%d tokens, %d supervised", b.Tokens, b.SupervisedTokens)
+		}
+		if mask, _ := pad.Feature("loss_mask"); sluice.View[int64](mask)[1] != 1 {
+			t.Error("the sample itself was written to")
+		}
+	}
+}
+
+func TestAStandInAloneCountsNowhereEvenWhereNothingIsShifted(t *testing.T) {
+	t.Parallel()
+	x := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DFlash, SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "aux_layers": "unknown"},
+		Features: []sluice.Feature{{Name: "hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 4)}, {Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)},
+			{Name: "attention_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.TensorOf(sluice.Int64, []int64{0, 1}, 1, 2)}}}
+	b, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features, Pad: true}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := ints(t, b, "loss_mask"); !slices.Equal(got, []int64{0, 0}) || b.Shift != "0" {
+		t.Errorf("loss_mask %v, shift %s", got, b.Shift)
+	}
+}
+
+func TestPackingRestartsPositionsAndLeaksNothing(t *testing.T) {
+	t.Parallel()
+	b := mustCollate(t, Pack(PackOptions{MaxTokens: 6, Multiple: 4}), sampleOf(t, "a", []int64{1, 1, 1}, nil, []int64{1, 2, 3}), sampleOf(t, "b", []int64{1, 1}, nil, []int64{4, 5}), sampleOf(t, "c", []int64{1, 1}, nil, []int64{6, 7}))
+	for name, want := range map[string][]int64{
+		"input_ids":      {2, 3, 0, 5, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0},
+		"loss_mask":      {1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0},
+		"attention_mask": {1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0},
+		"position_ids":   {0, 1, 2, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0},
+		"doc_remaining":  {2, 1, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0},
+		"seq_lens":       {3, 2, 2, 0},
+	} {
+		if got := ints(t, b, name); !slices.Equal(got, want) {
+			t.Errorf("%s is %v, want %v", name, got, want)
+		}
+	}
+	if s := b.Samples; s[1].Row != 0 || s[1].Column != 3 || s[2].Row != 1 || s[2].Column != 0 {
+		t.Errorf("places %+v", s)
+	}
+	// The packing tensors pass the check that catches swapped ones.
+	x := func(name string) sluice.Tensor { t, _ := b.Feature(name); return t }
+	pb := sluice.PromptBatch{InputIDs: x("input_ids"), AttentionMask: x("attention_mask"), LossMask: x("loss_mask"), PositionIDs: x("position_ids"), SeqLens: x("seq_lens"), DocRemaining: x("doc_remaining")}
+	if err := pb.Validate(0); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestPackingRefusesWhatItCannotPlace(t *testing.T) {
+	t.Parallel()
+	long := sampleOf(t, "a", []int64{0, 1, 1}, nil, []int64{1, 2, 3})
+	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{MaxTokens: 2}), []Sample{long})
+	wantKind(t, err, sluice.ErrSchema)
+	left := sampleOf(t, "a", []int64{0, 1, 1}, func(x *sluice.Sample) { copy(sluice.View[int64](x.Features[2].Tensor), []int64{0, 1, 1}) }, []int64{1, 2, 3})
+	_, err = Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{left})
+	wantKind(t, err, sluice.ErrSchema)
+	bare, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"ids","from":"input_ids","axes":["B","S"],"dtypes":["int64"]}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = NewLoader(LoaderConfig{Queue: newQueue(newStore(t, 1)), Store: newStore(t, 1), Schema: bare, Collate: Pack(PackOptions{})})
+	wantKind(t, err, sluice.ErrSchema)
+}
+
+func TestAPanicOfTheCollateFunctionIsAnError(t *testing.T) {
+	t.Parallel()
+	s := sampleOf(t, "a", []int64{0, 1}, nil, []int64{1, 2})
+	_, err := Collate(schema(t, sluice.EAGLE3), CollateFunc(func([]Sample) ([]sluice.Feature, error) { panic("x") }), []Sample{s})
+	wantKind(t, err, sluice.ErrInvalid)
+	_, err = Collate(schema(t, sluice.EAGLE3), CollateFunc(func([]Sample) ([]sluice.Feature, error) {
+		return []sluice.Feature{{Name: "x", Tensor: sluice.Tensor{Spec: sluice.Spec{DType: sluice.Bool, Shape: []int64{3}}}}}, nil
+	}), []Sample{s})
+	wantKind(t, err, sluice.ErrInvalid)
+}
+
+func TestACloneOutlivesItsBatch(t *testing.T) {
+	t.Parallel()
+	b := mustCollate(t, PadTo(0), sampleOf(t, "a", []int64{0, 1}, nil, []int64{1, 2}))
+	c := b.Clone()
+	for i := range b.Features {
+		if !bytes.Equal(b.Features[i].Data, c.Features[i].Data) {
+			t.Errorf("%s differs", b.Features[i].Name)
+		}
+		clear(b.Features[i].Data)
+	}
+	if got := ints(t, c, "input_ids"); !slices.Equal(got, []int64{2, 0}) {
+		t.Errorf("the clone has %v", got)
+	}
+}
+
+// Moves are by bytes: whatever the width, the padded batch is the samples' rows one behind the other, each shifted and filled up.
+func TestMovesKeepEveryWidth(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(rt *rapid.T) {
+		dtype := rapid.SampledFrom(sluice.DTypes()).Draw(rt, "dtype")
+		shift := rapid.Bool().Draw(rt, "shift")
+		width := rapid.Int64Range(1, 3).Draw(rt, "width")
+		multiple := rapid.Int64Range(1, 5).Draw(rt, "multiple")
+		doc := fmt.Sprintf(`{"name":"x","version":1,"features":[{"name":"f","axes":["B","S","W"],"dtypes":["%s"],"shift":%v}],"attributes":[{"name":"shift"}]}`, dtype, shift)
+		s, err := sluice.ParseSchema([]byte(doc))
+		if err != nil {
+			rt.Fatal(err)
+		}
+		var samples []Sample
+		var longest int64
+		for i := range rapid.IntRange(1, 3).Draw(rt, "samples") {
+			rows, cols := rapid.Int64Range(1, 2).Draw(rt, "rows"), rapid.Int64Range(1, 6).Draw(rt, "cols")
+			x := sluice.NewTensor(dtype, rows, cols, width)
+			for k := range x.Data {
+				x.Data[k] = byte(1 + (i*31+k*7)%250)
+			}
+			sm := &sluice.Sample{SampleID: fmt.Sprint("s", i), RunID: "r", Algorithm: "x", SchemaVersion: 1, Attributes: map[string]string{"shift": "0"}, Features: []sluice.Feature{{Name: "f", Tensor: x}}}
+			samples = append(samples, Sample{Ref: refOf(t, sm), Features: sm.Features})
+			longest = max(longest, cols)
+		}
+		to := (longest + multiple - 1) / multiple * multiple
+		b, err := Collate(s, PadTo(multiple), samples)
+		if err != nil {
+			rt.Fatal(err)
+		}
+		var want []byte
+		for _, sm := range samples {
+			x := sm.Features[0]
+			step := width * dtype.Size()
+			for r := range x.Shape[0] {
+				row := bytes.Clone(x.Data[r*x.Shape[1]*step : (r+1)*x.Shape[1]*step])
+				if shift {
+					row = row[step:]
+				}
+				want = append(want, append(row, make([]byte, to*step-int64(len(row)))...)...)
+			}
+		}
+		if got := b.Features[0]; !bytes.Equal(got.Data, want) || got.Shape[1] != to {
+			rt.Fatalf("got %v %v\nwant %v", got.Spec, got.Data, want)
+		}
+	})
+}
+
+func BenchmarkCollate(b *testing.B) {
+	s := schema(b, sluice.EAGLE3)
+	for name, c := range map[string]Collator{"pad": PadTo(64), "pack": Pack(PackOptions{})} {
+		for _, n := range []int{1, 4} {
+			b.Run(fmt.Sprintf("%s/%d", name, n), func(b *testing.B) {
+				var samples []Sample
+				for i := range n {
+					const tokens, hidden = 500, 1024
+					ids, mask := sluice.NewTensor(sluice.Int64, 1, tokens), sluice.NewTensor(sluice.Int64, 1, tokens)
+					for k := range sluice.View[int64](mask) {
+						sluice.View[int64](mask)[k] = 1
+					}
+					x := &sluice.Sample{SampleID: fmt.Sprint("s", i), RunID: "r", Algorithm: sluice.EAGLE3, SchemaVersion: 1,
+						Attributes: map[string]string{"shift": "0", "aux_layers": "hf:1,2,3", "last_norm": "post"},
+						Features: []sluice.Feature{{Name: "aux_hidden_states", Tensor: sluice.NewTensor(sluice.BFloat16, 1, tokens, 3*hidden)}, {Name: "input_ids", Tensor: ids},
+							{Name: "attention_mask", Tensor: mask}, {Name: "loss_mask", Tensor: mask}, {Name: "last_hidden_states", Tensor: sluice.NewTensor(sluice.BFloat16, 1, tokens, hidden)}}}
+					samples = append(samples, Sample{Ref: refOf(b, x), Features: x.Features})
+				}
+				for b.Loop() {
+					batch, err := Collate(s, c, samples)
+					if err != nil {
+						b.Fatal(err)
+					}
+					b.SetBytes(batch.Bytes())
+				}
+			})
+		}
+	}
+}

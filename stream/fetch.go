@@ -1,0 +1,382 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// fetch is the goroutine that makes batches, one for each permit. Close ends it by l.ctx.
+func (l *Loader) fetch() {
+	for {
+		select {
+		case <-l.permits:
+		case <-l.ctx.Done():
+			return
+		}
+		var m made
+		err := guard(sluice.Invalid, "stream: loader", func() error {
+			m = l.make()
+			return nil
+		})
+		if err != nil { // a callback or a backend panicked; what it left behind is returned at Close
+			m = made{err: err}
+		}
+		l.ready <- m // has room for as many as there are permits
+	}
+}
+
+// make makes one batch of the parts that are there and of what it acquires.
+func (l *Loader) make() made {
+	for {
+		n, complete := l.group()
+		if complete {
+			if m, again := l.collate(n); !again {
+				return m
+			}
+			continue
+		}
+		leases, m := l.acquire(l.cfg.Batch - n)
+		if m.end || m.err != nil {
+			if n > 0 && (m.end || errors.Is(m.err, sluice.ErrWedged)) {
+				if part, again := l.collate(n); !again {
+					return part // the end, or the wedge, will be there again
+				}
+				continue
+			}
+			return m
+		}
+		for i, lease := range leases {
+			p, err := l.load(lease)
+			if err == nil {
+				l.parts = append(l.parts, p)
+				l.skips = 0
+				continue
+			}
+			if l.ctx.Err() != nil {
+				return made{err: errLoaderClosed}
+			}
+			if err := l.giveUp([]sluice.Lease{lease}, err); err != nil {
+				// The others of this answer were not looked at. They are held, and returned unused.
+				_ = l.settle(l.ctx, leaseIDs(leases[i+1:]), sluice.Return, "")
+				return made{err: err}
+			}
+		}
+	}
+}
+
+func leaseIDs(leases []sluice.Lease) []sluice.LeaseID {
+	ids := make([]sluice.LeaseID, len(leases))
+	for i := range leases {
+		ids[i] = leases[i].ID
+	}
+	return ids
+}
+
+// group counts the parts at the head that go into one batch: at most Batch, of one window. It is complete if no more can join.
+func (l *Loader) group() (n int, complete bool) {
+	for n < len(l.parts) && n < l.cfg.Batch {
+		if a, b := l.parts[0].lease.Window, l.parts[n].lease.Window; a != nil && b != nil && a.Number != b.Number {
+			return n, true
+		}
+		n++
+	}
+	return n, n == l.cfg.Batch
+}
+
+// acquire waits for leases. The end and errors come as made.
+func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
+	var failing time.Time // since when the queue is unavailable
+	id := requestID("acquire")
+	for try := 1; ; {
+		l.mu.Lock()
+		fatal := l.fatal
+		l.mu.Unlock()
+		if fatal != nil {
+			return nil, made{err: fatal}
+		}
+		begin := l.clock.Now()
+		d, err := l.cfg.Queue.Acquire(l.ctx, sluice.AcquireRequest{Consumer: l.cfg.Consumer, Max: most, Wait: -1, RequestID: id})
+		switch {
+		case err == nil && len(d.Leases) > 0:
+			l.hold(d.Leases)
+			return d.Leases, made{}
+		case l.ctx.Err() != nil:
+			return nil, made{err: errLoaderClosed}
+		case err == nil && d.End:
+			m := made{end: true, held: l.heldCount() > 0, err: io.EOF}
+			if d.Cause != nil {
+				m.err = fmt.Errorf("stream: loader: the stream was cut off: %w", d.Cause)
+			}
+			return nil, m
+		case err == nil:
+			// Nothing yet. The queue has waited already; if it did not, this must not become a spin.
+			id, failing = requestID("acquire"), time.Time{}
+			if l.clock.Now().Sub(begin) < 50*time.Millisecond && !sleep(l.ctx, l.clock, 50*time.Millisecond) {
+				return nil, made{err: errLoaderClosed}
+			}
+		case errors.Is(err, sluice.ErrWedged):
+			// A wedge that the trainer itself can end, by settling what it has, is none. Only when it waits for us, nothing else moves.
+			l.mu.Lock()
+			waiting := l.waiting
+			l.mu.Unlock()
+			if waiting {
+				return nil, made{err: err}
+			}
+			id, failing = requestID("acquire"), time.Time{}
+			l.await(time.Second)
+		case errors.Is(err, sluice.ErrUnavailable):
+			if failing.IsZero() {
+				failing, try = begin, 1
+			}
+			if l.clock.Now().Sub(failing) >= l.cfg.Patience {
+				return nil, made{err: err}
+			}
+			l.emit(Event{Kind: Retry, Op: "acquire", Attempt: try, Wait: backoff(try), Err: err})
+			if !sleep(l.ctx, l.clock, backoff(try)) {
+				return nil, made{err: errLoaderClosed}
+			}
+			try++
+		default:
+			if errors.Is(err, sluice.ErrStale) {
+				l.takenOver(err)
+			}
+			return nil, made{err: err}
+		}
+	}
+}
+
+// await waits until something was settled, Next began to wait, or d has passed.
+func (l *Loader) await(d time.Duration) {
+	ctx, cancel := context.WithCancel(l.ctx)
+	defer cancel()
+	done := make(chan struct{})
+	stop := l.clock.AfterFunc(d, func() { close(done) })
+	defer stop()
+	select {
+	case <-done:
+	case <-l.settled:
+	case <-ctx.Done():
+	}
+}
+
+// hold begins to keep leases alive.
+func (l *Loader) hold(leases []sluice.Lease) {
+	l.mu.Lock()
+	now := l.clock.Now()
+	for i := range leases {
+		life := leases[i].TimeLeft
+		l.acquired++
+		h := &hold{life: life, seq: l.acquired}
+		if life > 0 { // a queue that sets no time lets leases live for ever
+			h.until = now.Add(life)
+		}
+		l.held[leases[i].ID] = h
+		if life > 0 && (l.life == 0 || life < l.life) {
+			l.life = life
+		}
+	}
+	l.mu.Unlock()
+	poke(l.wake)
+}
+
+// load reads a leased sample and checks it. What it fails on keeps no pin.
+func (l *Loader) load(lease sluice.Lease) (*piece, error) {
+	p := &piece{lease: lease, sample: Sample{Ref: lease.Ref, Pad: lease.Window != nil && lease.Window.Pad}}
+	if err := l.fill(p); err != nil {
+		l.free([]*piece{p})
+		return nil, err
+	}
+	return p, nil
+}
+
+func (l *Loader) fill(p *piece) (err error) {
+	ref := p.lease.Ref
+	if err := l.cfg.Schema.Validate(ref); err != nil {
+		return err
+	}
+	begin := l.clock.Now()
+	err = l.retry(l.ctx, "get", func() (err error) {
+		p.tensors, err = l.cfg.Store.Get(l.ctx, ref)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	l.mu.Lock()
+	l.stats.Fetching += l.clock.Now().Sub(begin)
+	l.stats.Bytes += ref.EstimatedBytes()
+	l.mu.Unlock()
+	p.sample.Features = p.tensors.Features
+	if p.item, err = newItem(l.cfg.Schema, &p.sample); err != nil {
+		return err
+	}
+	return l.id.check(l.cfg.Schema, ref)
+}
+
+// giveUp fails leases whose samples could not become part of a batch: for good where no try can succeed. It returns the error if that
+// is not to be passed over.
+func (l *Loader) giveUp(leases []sluice.Lease, cause error) error {
+	v := sluice.Fail
+	if errors.Is(cause, sluice.ErrCorrupt) || errors.Is(cause, sluice.ErrSchema) {
+		v = sluice.FailPermanent
+	}
+	if err := l.settle(l.ctx, leaseIDs(leases), v, cause.Error()); err != nil {
+		return errors.Join(cause, err)
+	}
+	ref := leases[0].Ref
+	l.skips++
+	if !l.cfg.Skip(ref, cause) || l.skips > l.cfg.MaxSkips {
+		return cause
+	}
+	l.mu.Lock()
+	l.stats.Skipped += int64(len(leases))
+	l.mu.Unlock()
+	l.emit(Event{Kind: Skipped, Op: "get", SampleID: ref.SampleID(), Count: len(leases), Err: cause})
+	return nil
+}
+
+// collate makes a batch of the first n parts. Where that fails on one of them, it alone is failed and the others stay; otherwise all n are. If
+// that is passed over, there is nothing yet and the batch must be filled again.
+func (l *Loader) collate(n int) (m made, again bool) {
+	pieces := slices.Clone(l.parts[:n])
+	items := make([]*item, n)
+	for i, p := range pieces {
+		items[i] = p.item
+	}
+	begin := l.clock.Now()
+	var b *Batch
+	err := guard(sluice.Invalid, "stream: collate", func() (err error) {
+		b, err = collate(l.cfg.Schema, l.cfg.Collate, items)
+		return err
+	})
+	if err == nil {
+		l.parts = slices.Clone(l.parts[n:])
+		b.pieces = pieces
+		for i, p := range pieces {
+			s := &b.Samples[i]
+			s.Lease, s.Redelivery, s.Window = p.lease.ID, p.lease.Redelivery, p.lease.Window
+		}
+		if !b.aliases {
+			l.free(pieces) // everything was copied; the claim keeps the sample for another try
+		}
+		l.mu.Lock()
+		l.stats.Collating += l.clock.Now().Sub(begin)
+		l.mu.Unlock()
+		return made{batch: b}, false
+	}
+	from, to := 0, n
+	var one *itemError
+	if errors.As(err, &one) {
+		from, to, err = one.index, one.index+1, one.err
+	}
+	l.parts = slices.Delete(l.parts, from, to)
+	bad := pieces[from:to]
+	l.free(bad)
+	leases := make([]sluice.Lease, len(bad))
+	for i, p := range bad {
+		leases[i] = p.lease
+	}
+	if err := l.giveUp(leases, err); err != nil {
+		return made{err: err}, false
+	}
+	return made{}, true
+}
+
+// renew is the goroutine that keeps leases alive while the trainer is. Close ends it by l.ctx.
+func (l *Loader) renew() {
+	dormant := false
+	for {
+		every, idle := l.renewal()
+		if idle && !dormant {
+			dormant = true
+			l.emit(Event{Kind: Idle, Op: "renew", Count: l.heldCount()})
+		}
+		if every == 0 || idle {
+			select {
+			case <-l.wake:
+				continue
+			case <-l.ctx.Done():
+				return
+			}
+		}
+		dormant = false
+		if !sleep(l.ctx, l.clock, every) {
+			return
+		}
+		if _, idle := l.renewal(); !idle {
+			l.renewOnce()
+		}
+	}
+}
+
+// renewal returns how long to wait before the next renewal, 0 if nothing is held, and whether the trainer has been silent for too long.
+func (l *Loader) renewal() (every time.Duration, idle bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	alive := false
+	for _, h := range l.held {
+		alive = alive || !h.lost
+	}
+	if !alive {
+		return 0, false
+	}
+	if every = l.cfg.RenewEvery; every == 0 {
+		if every = max(l.life/3, time.Millisecond); l.life == 0 {
+			every = 10 * time.Second
+		}
+	}
+	return every, l.calling == 0 && l.clock.Now().Sub(l.lastCall) >= l.cfg.MaxIdle
+}
+
+func (l *Loader) renewOnce() {
+	l.mu.Lock()
+	ids := make([]sluice.LeaseID, 0, len(l.held))
+	for id, h := range l.held {
+		if !h.lost {
+			ids = append(ids, id)
+		}
+	}
+	l.mu.Unlock()
+	if len(ids) == 0 {
+		return
+	}
+	begin := l.clock.Now()
+	results, err := l.cfg.Queue.Renew(l.ctx, sluice.RenewRequest{Consumer: l.cfg.Consumer, Leases: ids})
+	switch {
+	case l.ctx.Err() != nil:
+		return
+	case errors.Is(err, sluice.ErrStale):
+		l.takenOver(err)
+		return
+	case err != nil: // there are two more tries before the leases run out
+		l.emit(Event{Kind: Retry, Op: "renew", Attempt: 1, Count: len(ids), Err: err})
+		return
+	}
+	lost := 0
+	l.mu.Lock()
+	for _, r := range results {
+		h := l.held[r.Lease]
+		if h == nil {
+			continue
+		}
+		if r.Status == sluice.Renewed {
+			if h.life > 0 {
+				h.until = begin.Add(h.life)
+			}
+		} else {
+			h.lost = true
+			lost++
+		}
+	}
+	l.stats.Lost += int64(lost)
+	l.mu.Unlock()
+	if lost > 0 {
+		l.emit(Event{Kind: LeaseLost, Op: "renew", Count: lost})
+	}
+}

@@ -1,0 +1,961 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/target/targettest"
+)
+
+// bubble runs a test under a fake clock with a rig whose queue holds n samples and is closed.
+func bubble(t *testing.T, n int, f func(t *testing.T, r *rig, refs []sluice.Ref)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		f(t, r, r.fill(t, n))
+	})
+}
+
+func next(t testing.TB, l *Loader) *Batch {
+	t.Helper()
+	b, err := l.Next(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func closeLoader(t testing.TB, l *Loader) {
+	t.Helper()
+	for range 2 {
+		if err := l.Close(context.Background()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestBatchesHaveTheirSizeAndTheLastOneWhatIsLeft(t *testing.T) {
+	t.Parallel()
+	bubble(t, 7, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Batch = 3 })
+		defer closeLoader(t, l)
+		var sizes []int
+		var ids []string
+		for b, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			sizes = append(sizes, len(b.Samples))
+			x, _ := b.Feature("input_ids")
+			if x.Shape[0] != int64(len(b.Samples)) {
+				t.Errorf("shape %v for %d samples", x.Shape, len(b.Samples))
+			}
+			for _, s := range b.Samples {
+				ids = append(ids, s.Ref.SampleID())
+			}
+		}
+		if !slices.Equal(sizes, []int{3, 3, 1}) {
+			t.Errorf("sizes %v", sizes)
+		}
+		for i, ref := range refs {
+			if ids[i] != ref.SampleID() {
+				t.Errorf("sample %d is %s, want put order", i, ids[i])
+			}
+		}
+		if got := len(r.queue.ackedIDs()); got != 7 {
+			t.Errorf("%d acked", got)
+		}
+		s := l.Stats()
+		if s.Batches != 3 || s.Samples != 7 || s.Acked != 7 || s.Tokens == 0 || s.Bytes == 0 || s.Held != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestTheNextPullAcknowledges(t *testing.T) {
+	t.Parallel()
+	bubble(t, 3, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, nil)
+		a := next(t, l)
+		if len(r.queue.ackedIDs()) != 0 {
+			t.Error("acknowledged before it was consumed")
+		}
+		next(t, l)
+		if got := r.queue.ackedIDs(); !slices.Equal(got, []string{refs[0].SampleID()}) {
+			t.Errorf("acked %v", got)
+		}
+		if a.Features != nil {
+			t.Error("the batch still has its tensors")
+		}
+		for range 2 {
+			if err := l.ConsumeNow(t.Context()); err != nil {
+				t.Error(err)
+			}
+		}
+		if got := len(r.queue.ackedIDs()); got != 2 {
+			t.Errorf("ConsumeNow: %d acked, want 2", got)
+		}
+		next(t, l)
+		closeLoader(t, l)
+		if got := len(r.queue.ackedIDs()); got != 3 {
+			t.Errorf("after Close %d acked, want the last one too", got)
+		}
+		if _, err := l.Next(t.Context()); !errors.Is(err, sluice.ErrClosed) {
+			t.Errorf("Next after Close: %v", err)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestStepAcknowledgesAllSinceTheLastOne(t *testing.T) {
+	t.Parallel()
+	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnStep })
+		next(t, l)
+		next(t, l)
+		if len(r.queue.ackedIDs()) != 0 {
+			t.Error("acknowledged before the step")
+		}
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := len(r.queue.ackedIDs()); got != 2 {
+			t.Errorf("%d acked after the step, want 2", got)
+		}
+		next(t, l)
+		closeLoader(t, l)
+		if got := len(r.queue.ackedIDs()); got != 2 {
+			t.Errorf("%d acked; what no step followed must come again", got)
+		}
+		st, _ := r.queue.Status(t.Context())
+		if st.Pending != 2 || r.queue.pending[0].fails != 0 {
+			t.Errorf("status %+v, want both back without a fail", st)
+		}
+	})
+}
+
+func TestCheckpointAcknowledgesAllSinceTheLastOne(t *testing.T) {
+	t.Parallel()
+	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnCheckpoint })
+		next(t, l)
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		next(t, l)
+		if len(r.queue.ackedIDs()) != 0 {
+			t.Error("acknowledged before the checkpoint")
+		}
+		if err := l.CloseWithError(t.Context(), errors.New("boom")); err != nil {
+			t.Fatal(err)
+		}
+		fails := map[string]int{}
+		for _, e := range r.queue.pending {
+			fails[e.ref.SampleID()] = e.fails
+		}
+		if fails[refs[0].SampleID()] != 0 || fails[refs[1].SampleID()] != 1 || len(fails) != 4 {
+			t.Errorf("fails %v, want the batch behind the last step failed and the others back unharmed", fails)
+		}
+		l = r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnCheckpoint })
+		for range 4 {
+			next(t, l)
+		}
+		if _, err := l.Next(t.Context()); err != io.EOF {
+			t.Errorf("the end with open leases: %v", err)
+		}
+		if err := l.Checkpoint(t.Context()); err != nil {
+			t.Error(err)
+		}
+		closeLoader(t, l)
+		if got := len(r.queue.ackedIDs()); got != 4 {
+			t.Errorf("%d acked", got)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestLeavingByAnErrorFailsTheBatch(t *testing.T) {
+	t.Parallel()
+	for name, leave := range map[string]func(t *testing.T, l *Loader){
+		"close with error": func(t *testing.T, l *Loader) {
+			next(t, l)
+			if err := l.CloseWithError(t.Context(), errors.New("loss is NaN")); err != nil {
+				t.Error(err)
+			}
+		},
+		"panic in the loop": func(t *testing.T, l *Loader) {
+			err := guard(sluice.Invalid, "test", func() error {
+				for range l.All(t.Context()) {
+					panic("loss is NaN")
+				}
+				return nil
+			})
+			if err == nil {
+				t.Error("the panic was swallowed")
+			}
+			closeLoader(t, l)
+		},
+		"fail": func(t *testing.T, l *Loader) {
+			next(t, l)
+			if err := l.Fail(t.Context(), errors.New("loss is NaN")); err != nil {
+				t.Error(err)
+			}
+			closeLoader(t, l)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bubble(t, 3, func(t *testing.T, r *rig, refs []sluice.Ref) {
+				leave(t, r.loader(t, nil))
+				if got := r.queue.ackedIDs(); len(got) != 0 {
+					t.Errorf("acked %v", got)
+				}
+				st, _ := r.queue.Status(t.Context())
+				last := r.queue.pending[len(r.queue.pending)-1]
+				if st.Pending != 3 || last.ref.SampleID() != refs[0].SampleID() || last.fails != 1 || last.lastReason == "" {
+					t.Errorf("%d pending, the last is %s with %d fails (%q)", st.Pending, last.ref.SampleID(), last.fails, last.lastReason)
+				}
+				if r.queue.pending[0].fails != 0 {
+					t.Error("a batch that was never handed out was failed")
+				}
+				if len(r.store.pins) != 0 || r.store.mapped != 0 {
+					t.Errorf("%d pins, %d mappings", len(r.store.pins), r.store.mapped)
+				}
+			})
+		})
+	}
+}
+
+func TestLeavingTheLoopEarlyIsARegularEnd(t *testing.T) {
+	t.Parallel()
+	bubble(t, 5, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Prefetch = 2 })
+		for range l.All(t.Context()) {
+			break
+		}
+		synctest.Wait()
+		closeLoader(t, l)
+		if got := r.queue.ackedIDs(); len(got) != 1 || r.queue.returned != 2 || len(r.queue.dead) != 0 {
+			t.Errorf("acked %v, %d returned; want the one that was used and the two made ahead", got, r.queue.returned)
+		}
+		if st, _ := r.queue.Status(t.Context()); st.Pending != 4 || r.queue.pending[0].ref.SampleID() != refs[1].SampleID() {
+			t.Errorf("status %+v, head %s", st, r.queue.pending[0].ref.SampleID())
+		}
+		if r.queue.left != 1 {
+			t.Errorf("left %d times", r.queue.left)
+		}
+	})
+}
+
+func TestAFailedBatchComesAgainBeforeTheEnd(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, nil)
+		defer closeLoader(t, l)
+		next(t, l)
+		next(t, l)
+		synctest.Wait() // the end was seen ahead, while leases were held
+		if err := l.Fail(t.Context(), errors.New("x")); err != nil {
+			t.Fatal(err)
+		}
+		b := next(t, l)
+		if b.Samples[0].Ref.SampleID() != refs[1].SampleID() || b.Samples[0].Redelivery != 1 {
+			t.Errorf("got %s, redelivery %d", b.Samples[0].Ref.SampleID(), b.Samples[0].Redelivery)
+		}
+		if _, err := l.Next(t.Context()); err != io.EOF {
+			t.Errorf("error %v, want EOF", err)
+		}
+		if _, err := l.Next(t.Context()); err != io.EOF {
+			t.Errorf("error %v, want EOF again", err)
+		}
+		if s := l.Stats(); s.Redelivered != 1 {
+			t.Errorf("stats %+v", s)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestTheEndWaitsForWhatOthersMayFail(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		other := r.loader(t, func(c *LoaderConfig) { c.Consumer.Name = "other" })
+		next(t, other)
+		l := r.loader(t, nil)
+		defer closeLoader(t, l)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := l.Next(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("error %v, want to wait", err)
+		}
+		if err := other.CloseWithError(t.Context(), errors.New("x")); err != nil {
+			t.Fatal(err)
+		}
+		next(t, l)
+	})
+}
+
+func TestACutOffStreamGivesItsCauseBehindTheDrain(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		boom := errors.New("boom")
+		ref, err := r.producer.Produce(t.Context(), prompts(1)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: ref}); err != nil {
+			t.Fatal(err)
+		}
+		_ = r.queue.Close(t.Context(), boom)
+		l := r.loader(t, nil)
+		defer closeLoader(t, l)
+		next(t, l)
+		for range 2 {
+			if _, err := l.Next(t.Context()); !errors.Is(err, boom) {
+				t.Errorf("error %v, want the cause", err)
+			}
+		}
+		n := 0
+		for b, err := range l.All(t.Context()) {
+			if n++; b != nil || !errors.Is(err, boom) {
+				t.Errorf("the iterator gave %v, %v", b, err)
+			}
+		}
+		if n != 1 {
+			t.Errorf("%d pairs", n)
+		}
+	})
+}
+
+func TestLeasesAreRenewedWhileTheTrainerLivesAndNoLonger(t *testing.T) {
+	t.Parallel()
+	bubble(t, 3, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		var events []Event
+		l := r.loader(t, func(c *LoaderConfig) {
+			c.OnEvent = func(e Event) { events = append(events, e) }
+		})
+		next(t, l)
+		time.Sleep(29 * time.Minute)
+		if st, _ := r.queue.Status(t.Context()); st.Outstanding != 2 {
+			t.Fatalf("%d leases out after 29 minutes, want the batch and the one made ahead", st.Outstanding)
+		}
+		l.Touch() // a sign of life starts the time again
+		time.Sleep(29 * time.Minute)
+		if st, _ := r.queue.Status(t.Context()); st.Outstanding != 2 {
+			t.Fatalf("%d leases out after a sign of life", st.Outstanding)
+		}
+		time.Sleep(2 * time.Minute)
+		if st, _ := r.queue.Status(t.Context()); st.Outstanding != 0 {
+			t.Errorf("%d leases out; a trainer that hangs must not hold them for ever", st.Outstanding)
+		}
+		renews := func() int { r.queue.mu.Lock(); defer r.queue.mu.Unlock(); return r.queue.renews }
+		n := renews()
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if renews() != n {
+			t.Error("renewals went on")
+		}
+		if len(events) == 0 || events[0].Kind != Idle {
+			t.Errorf("events %v", events)
+		}
+		// The trainer wakes up: its batch is lost, the one made ahead is not handed out, and all three come again.
+		var ids []string
+		for b, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids = append(ids, b.Samples[0].Ref.SampleID())
+		}
+		if len(ids) != 3 {
+			t.Errorf("got %v, want all three again", ids)
+		}
+		if s := l.Stats(); s.Stale != 2 || s.Dropped != 1 || s.Acked != 3 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestAWaitingTrainerIsNotIdle(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnStep })
+		ref, err := r.producer.Produce(t.Context(), prompts(1)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: ref}); err != nil {
+			t.Fatal(err)
+		}
+		next(t, l)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Hour)
+		defer cancel()
+		if _, err := l.Next(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Fatal(err)
+		}
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if s := l.Stats(); s.Acked != 1 || s.Stale != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestALostLeaseIsCountedAndNotFatal(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Prefetch = -1 })
+		b := next(t, l)
+		r.queue.expired(b.Samples[0].Lease) // somebody took it away
+		time.Sleep(20 * time.Second)        // and the renewal notices
+		if s := l.Stats(); s.Lost != 1 {
+			t.Errorf("stats %+v", s)
+		}
+		ids := map[string]int{}
+		for b, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids[b.Samples[0].Ref.SampleID()]++
+		}
+		if len(ids) != 2 {
+			t.Errorf("then got %v", ids)
+		}
+		if s := l.Stats(); s.Stale != 1 || s.Acked != 2 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestASuccessorTakesTheLeases(t *testing.T) {
+	t.Parallel()
+	bubble(t, 3, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, nil)
+		next(t, l)
+		r.queue.beforeSettle = func() error { return sluice.ErrStale }
+		r.queue.beforeAcquire = func() error { return sluice.ErrStale }
+		_, err := l.Next(t.Context())
+		wantKind(t, err, sluice.ErrStale)
+		if s := l.Stats(); s.Held != 0 || s.Lost == 0 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+		if len(r.store.pins) != 0 || r.store.mapped != 0 {
+			t.Error("pins or memory are left")
+		}
+	})
+}
+
+func TestBadSamplesEndAsFailedLeases(t *testing.T) {
+	t.Parallel()
+	type outcome struct {
+		err  error // what Next says, or nil if it goes on
+		dead int   // at once
+	}
+	for name, c := range map[string]struct {
+		spoil func(r *rig, id string)
+		want  outcome
+	}{
+		"not found": {func(r *rig, bad string) {
+			r.store.beforeGet = func(id string) error {
+				if id == bad {
+					return sluice.ErrNotFound
+				}
+				return nil
+			}
+		}, outcome{nil, 1}}, // after five tries
+		"corrupt": {func(r *rig, bad string) {
+			r.store.beforeGet = func(id string) error {
+				if id == bad {
+					return sluice.ErrCorrupt
+				}
+				return nil
+			}
+		}, outcome{nil, 1}},
+		"short": {func(r *rig, bad string) {
+			r.store.corrupt(bad, func(f []sluice.Feature) []sluice.Feature { return f[:2] })
+		}, outcome{nil, 1}},
+		"another shape": {func(r *rig, bad string) {
+			r.store.corrupt(bad, func(f []sluice.Feature) []sluice.Feature {
+				f[0].Tensor = sluice.NewTensor(sluice.Float32, 1, 1, 12)
+				return f
+			})
+		}, outcome{nil, 1}},
+		"denied": {func(r *rig, bad string) {
+			n := 0
+			r.store.beforeGet = func(id string) error {
+				if n++; id == bad && n < 4 {
+					return sluice.ErrDenied
+				}
+				return nil
+			}
+		}, outcome{sluice.ErrDenied, 0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+				c.spoil(r, refs[1].SampleID())
+				l := r.loader(t, func(c *LoaderConfig) { c.Batch = 2 })
+				var seen []string
+				var failed error
+				for {
+					b, err := l.Next(t.Context())
+					if err == io.EOF {
+						break
+					}
+					if err != nil {
+						failed = err
+						continue
+					}
+					for _, s := range b.Samples {
+						seen = append(seen, s.Ref.SampleID())
+					}
+				}
+				closeLoader(t, l)
+				if c.want.err != nil && !errors.Is(failed, c.want.err) || c.want.err == nil && failed != nil {
+					t.Errorf("Next said %v, want %v", failed, c.want.err)
+				}
+				if len(r.queue.dead) != c.want.dead || len(seen) != 4-c.want.dead {
+					t.Errorf("%d dead letters, trained on %v", len(r.queue.dead), seen)
+				}
+				if c.want.err == nil && l.Stats().Skipped == 0 {
+					t.Error("not counted")
+				}
+				clean(t, r.store, r.queue)
+			})
+		})
+	}
+}
+
+func TestAStoreThatIsAwayIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		var n atomic.Int64
+		away := func() error {
+			if n.Add(1)%4 != 0 {
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		r.store.beforeGet = func(string) error { return away() }
+		r.queue.beforeAcquire, r.queue.beforeSettle = away, away
+		l := r.loader(t, nil)
+		ids := 0
+		for _, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			ids++
+		}
+		closeLoader(t, l)
+		if ids != 2 {
+			t.Errorf("%d batches", ids)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestTooManyBadSamplesInARowAreAnError(t *testing.T) {
+	t.Parallel()
+	bubble(t, 9, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		r.store.beforeGet = func(string) error { return sluice.ErrCorrupt }
+		l := r.loader(t, func(c *LoaderConfig) { c.MaxSkips = 3 })
+		_, err := l.Next(t.Context())
+		wantKind(t, err, sluice.ErrCorrupt)
+		closeLoader(t, l)
+		if st, _ := r.queue.Status(t.Context()); st.Dead+st.Pending != 9 || st.Outstanding != 0 {
+			t.Errorf("status %+v", st)
+		}
+	})
+}
+
+func TestARefOfAnotherSchemaIsADeadLetter(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Schema = schema(t, sluice.DFlash) })
+		_, err := l.Next(t.Context())
+		wantKind(t, err, sluice.ErrSchema)
+		closeLoader(t, l)
+		if len(r.queue.dead) != 1 {
+			t.Errorf("%d dead letters", len(r.queue.dead))
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestSamplesOfAnotherTargetAreRefusedAlsoInLaterBatches(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		foreign, err := NewProducer(ProducerConfig{Target: targettest.New(targettest.Options{Seed: 9}), Store: r.store, Schema: schema(t, sluice.EAGLE3), RunID: "r1"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer foreign.Close()
+		ref, err := foreign.Produce(t.Context(), prompts(1)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		first, err := r.producer.Produce(t.Context(), prompts(1)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, x := range []sluice.Ref{first, ref} {
+			if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: x}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		_ = r.queue.Close(t.Context(), nil)
+		l := r.loader(t, nil)
+		next(t, l)
+		_, err = l.Next(t.Context())
+		wantKind(t, err, sluice.ErrSchema)
+		closeLoader(t, l)
+		if len(r.queue.dead) != 1 || !strings.Contains(r.queue.dead[0].lastReason, first.SampleID()) {
+			t.Errorf("dead letters %+v", r.queue.dead)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestIfMakingABatchFailsPinsGoAndLeasesFail(t *testing.T) {
+	t.Parallel()
+	for name, f := range map[string]func([]Sample) ([]sluice.Feature, error){
+		"error": func([]Sample) ([]sluice.Feature, error) { return nil, errors.New("x") },
+		"panic": func([]Sample) ([]sluice.Feature, error) { panic("x") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+				n := 0
+				l := r.loader(t, func(c *LoaderConfig) {
+					c.Batch, c.Prefetch = 2, -1
+					c.Collate = CollateFunc(func(s []Sample) ([]sluice.Feature, error) {
+						if n++; n == 1 {
+							return f(s)
+						}
+						return s[0].Features, nil
+					})
+				})
+				if _, err := l.Next(t.Context()); err == nil {
+					t.Error("no error")
+				}
+				if len(r.store.pins) != 0 || r.store.mapped != 0 || l.Stats().Failed != 2 || l.Stats().Held != 0 {
+					t.Errorf("%d pins, stats %+v", len(r.store.pins), l.Stats())
+				}
+				got := 0
+				for b, err := range l.All(t.Context()) {
+					if err != nil {
+						t.Fatal(err)
+					}
+					got += len(b.Samples)
+				}
+				if got != 4 {
+					t.Errorf("%d samples afterwards, want all four", got)
+				}
+				closeLoader(t, l)
+				clean(t, r.store, r.queue)
+			})
+		})
+	}
+}
+
+func TestOneSampleThatDoesNotFitItsBatchIsFailedAlone(t *testing.T) {
+	t.Parallel()
+	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) {
+			c.Batch, c.Collate = 2, Pack(PackOptions{MaxTokens: 5})
+			c.Skip = func(sluice.Ref, error) bool { return true }
+		})
+		var ids []string // rows have 3, 4, 5 and 6 tokens
+		for b, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, s := range b.Samples {
+				ids = append(ids, s.Ref.SampleID())
+			}
+		}
+		closeLoader(t, l)
+		if len(ids) != 3 || len(r.queue.dead) != 1 || r.queue.dead[0].ref.SampleID() != refs[3].SampleID() {
+			t.Errorf("got %v, dead %v", ids, r.queue.dead)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestACancelledPullLosesNothing(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		l := r.loader(t, nil)
+		for range 3 {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			if _, err := l.Next(ctx); !errors.Is(err, context.DeadlineExceeded) {
+				t.Errorf("error %v", err)
+			}
+			cancel()
+		}
+		r.fill(t, 3)
+		for range 3 {
+			next(t, l)
+		}
+		if _, err := l.Next(t.Context()); err != io.EOF {
+			t.Error(err)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestCloseEndsAPullThatWaits(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		l := r.loader(t, nil)
+		got := make(chan error)
+		go func() {
+			_, err := l.Next(context.Background())
+			got <- err
+		}()
+		synctest.Wait()
+		closeLoader(t, l)
+		wantKind(t, <-got, sluice.ErrClosed)
+	})
+}
+
+func TestACloseThatFailsMayBeRepeated(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, nil)
+		next(t, l)
+		r.queue.beforeSettle = func() error { return sluice.ErrUnavailable }
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		wantKind(t, l.Close(ctx), sluice.ErrUnavailable)
+		r.queue.beforeSettle = nil
+		closeLoader(t, l)
+		if len(r.queue.ackedIDs()) != 1 {
+			t.Errorf("acked %v", r.queue.ackedIDs())
+		}
+	})
+}
+
+func TestCloseEndsACallThatWaitsForAQueueThatIsAway(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnStep })
+		next(t, l)
+		var away atomic.Bool
+		away.Store(true)
+		r.queue.beforeSettle = func() error {
+			if away.Load() {
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		got := make(chan error)
+		go func() { got <- l.Step(context.Background()) }()
+		time.Sleep(time.Second)
+		closed := make(chan error)
+		go func() { closed <- l.Close(context.Background()) }()
+		if err := <-got; err == nil {
+			t.Error("the step succeeded")
+		}
+		away.Store(false)
+		if err := <-closed; err != nil {
+			t.Error(err)
+		}
+		if st, _ := r.queue.Status(t.Context()); st.Pending != 2 || st.Outstanding != 0 {
+			t.Errorf("status %+v", st)
+		}
+	})
+}
+
+func TestAPanicInTheLoadersCallbackIsAnError(t *testing.T) {
+	t.Parallel()
+	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		r.store.beforeGet = func(id string) error {
+			if id == refs[0].SampleID() {
+				return sluice.ErrCorrupt
+			}
+			return nil
+		}
+		l := r.loader(t, func(c *LoaderConfig) { c.OnEvent = func(Event) { panic("ouch") } })
+		var err error
+		for err == nil {
+			_, err = l.Next(t.Context())
+		}
+		if err == io.EOF || !strings.Contains(err.Error(), "ouch") || !strings.Contains(err.Error(), "loader_test.go") {
+			t.Errorf("error %v, want the panic and where it began", err)
+		}
+		closeLoader(t, l)
+	})
+}
+
+func TestAnUnusedLoaderAsksForNothing(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, plenty, targettest.Options{}, nil)
+	r.queue.beforeAcquire = func() error { t.Error("acquired"); return nil }
+	l := r.loader(t, nil)
+	closeLoader(t, l)
+	if r.queue.left != 0 {
+		t.Error("left a queue that it never joined")
+	}
+}
+
+func TestAWedgeThatTheTrainerCanEndIsNone(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		// One sample fills the store, and the trainer takes an hour over it.
+		r := newRig(t, 300, targettest.Options{}, nil)
+		r.queue.wedgeAfter = 5 * time.Second
+		list := []*sluice.PromptBatch{prompts(1)[0], prompts(1)[0], prompts(1)[0]}
+		p := r.pipeline(t, batches(list), PipelineOptions{})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		l := r.loader(t, nil)
+		for range 3 {
+			next(t, l)
+			time.Sleep(20 * time.Minute)
+		}
+		if _, err := l.Next(t.Context()); err != io.EOF {
+			t.Error(err)
+		}
+		closeLoader(t, l)
+		if err := p.Wait(t.Context()); err != nil {
+			t.Error(err)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestAWedgeThatNobodyEndsIsAnError(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 300, targettest.Options{}, nil)
+		r.queue.wedgeAfter = 5 * time.Second
+		list := []*sluice.PromptBatch{prompts(1)[0], prompts(1)[0]}
+		p := r.pipeline(t, batches(list), PipelineOptions{})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnStep })
+		next(t, l)
+		_, err := l.Next(t.Context()) // needs two for a step, and there is room for one
+		wantKind(t, err, sluice.ErrWedged)
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		next(t, l) // the trainer may go on
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		closeLoader(t, l)
+		if err := p.Wait(t.Context()); err != nil {
+			t.Error(err)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestABatchStaysInItsWindow(t *testing.T) {
+	t.Parallel()
+	bubble(t, 7, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		r.queue.window = func(n int, _ sluice.Ref) *sluice.WindowSlot {
+			return &sluice.WindowSlot{Number: int64(n / 3), Slot: n % 3, Pad: n == 5}
+		}
+		l := r.loader(t, func(c *LoaderConfig) { c.Batch = 2 })
+		var sizes []int
+		for b, err := range l.All(t.Context()) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			sizes = append(sizes, len(b.Samples))
+			for _, s := range b.Samples {
+				if s.Window.Number != b.Samples[0].Window.Number {
+					t.Errorf("windows %d and %d in one batch", b.Samples[0].Window.Number, s.Window.Number)
+				}
+				if s.Pad {
+					mask := ints(t, b, "loss_mask")
+					if row := mask[len(mask)/len(b.Samples)*int(s.Row):]; slices.Contains(row, 1) {
+						t.Error("a stand-in is supervised")
+					}
+				}
+			}
+		}
+		closeLoader(t, l)
+		if !slices.Equal(sizes, []int{2, 1, 2, 1, 1}) {
+			t.Errorf("sizes %v", sizes)
+		}
+		if s := l.Stats(); s.Pads != 1 || s.Samples != 6 {
+			t.Errorf("stats %+v", s)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestPrefetchIsBounded(t *testing.T) {
+	t.Parallel()
+	for _, n := range []int{-1, 1, 3} {
+		bubble(t, 9, func(t *testing.T, r *rig, refs []sluice.Ref) {
+			l := r.loader(t, func(c *LoaderConfig) { c.Prefetch = n })
+			for range 2 {
+				next(t, l)
+				synctest.Wait()
+				if st, _ := r.queue.Status(t.Context()); st.Outstanding != 1+max(n, 0) {
+					t.Errorf("prefetch %d: %d leases out", n, st.Outstanding)
+				}
+			}
+			closeLoader(t, l)
+		})
+	}
+}
+
+func TestCopiedBatchesHoldNoPins(t *testing.T) {
+	t.Parallel()
+	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Batch, c.Prefetch = 2, -1 })
+		b := next(t, l)
+		if len(r.store.pins) != 0 || r.store.mapped != 0 {
+			t.Errorf("%d pins for a batch that was copied", len(r.store.pins))
+		}
+		if x := ints(t, b, "input_ids"); x[0] != 1 {
+			t.Errorf("input_ids %v", x)
+		}
+		closeLoader(t, l)
+	})
+}
+
+func TestImpossibleLoadersAreRefused(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, plenty, targettest.Options{}, nil)
+	for name, change := range map[string]func(*LoaderConfig){
+		"no queue": func(c *LoaderConfig) { c.Queue = nil }, "no store": func(c *LoaderConfig) { c.Store = nil }, "no schema": func(c *LoaderConfig) { c.Schema = nil },
+		"batch": func(c *LoaderConfig) { c.Batch = -1 }, "ack": func(c *LoaderConfig) { c.Ack = "later" }, "consumer": func(c *LoaderConfig) { c.Consumer.Name = "a b" },
+		"renewal": func(c *LoaderConfig) { c.RenewEvery = -1 }, "function": func(c *LoaderConfig) { c.Collate = CollateFunc(nil) },
+	} {
+		cfg := LoaderConfig{Queue: r.queue, Store: r.store, Schema: schema(t, sluice.EAGLE3)}
+		change(&cfg)
+		if _, err := NewLoader(cfg); !errors.Is(err, sluice.ErrInvalid) {
+			t.Errorf("%s: error %v, want ErrInvalid", name, err)
+		}
+	}
+}
