@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -35,7 +36,9 @@ type Gate struct {
 	room Room
 	opts GateOptions
 
-	mu       sync.Mutex
+	dirty atomic.Bool // a Poke that whoever holds mu must see to
+
+	mu       sync.Mutex    // guards what follows; given up by unlock only
 	line     []*gateWaiter // in order; those granted or gone are removed
 	openers  []*gateWaiter // WaitOpen callers
 	paused   bool
@@ -87,9 +90,9 @@ func (g *Gate) Reserve(ctx context.Context, bytes int64) (Reservation, error) {
 	}
 	w := &gateWaiter{bytes: bytes, since: g.opts.Clock.Now(), done: make(chan struct{})}
 	g.mu.Lock()
-	if g.closed != nil {
-		defer g.mu.Unlock()
-		return Reservation{}, g.closed
+	if err := g.closed; err != nil {
+		g.unlock()
+		return Reservation{}, err
 	}
 	g.line = append(g.line, w)
 	g.evaluate()
@@ -101,9 +104,9 @@ func (g *Gate) Reserve(ctx context.Context, bytes int64) (Reservation, error) {
 func (g *Gate) WaitOpen(ctx context.Context) error {
 	w := &gateWaiter{since: g.opts.Clock.Now(), done: make(chan struct{})}
 	g.mu.Lock()
-	if g.closed != nil {
-		defer g.mu.Unlock()
-		return g.closed
+	if err := g.closed; err != nil {
+		g.unlock()
+		return err
 	}
 	g.openers = append(g.openers, w)
 	g.evaluate()
@@ -121,7 +124,7 @@ func (w *gateWaiter) wait(ctx context.Context, g *Gate, line *[]*gateWaiter) (Re
 	g.mu.Lock()
 	select {
 	case <-w.done: // granted in the meantime: a grant must not be lost
-		g.mu.Unlock()
+		g.unlock()
 		return w.res, w.err
 	default:
 	}
@@ -136,11 +139,13 @@ func (w *gateWaiter) wait(ctx context.Context, g *Gate, line *[]*gateWaiter) (Re
 	return Reservation{}, context.Cause(ctx)
 }
 
-// Poke makes the gate look again: room may have become free, or been taken.
+// Poke makes the gate look again: room may have become free, or been taken. It never waits for another caller of the gate, so a store may report freed room from
+// anywhere, even from inside the Reserve that the gate is calling; whoever is in the gate looks again before it leaves.
 func (g *Gate) Poke() {
-	g.mu.Lock()
-	g.evaluate()
-	g.unlock()
+	g.dirty.Store(true)
+	if g.mu.TryLock() {
+		g.unlock()
+	}
 }
 
 // SetStarving says whether a consumer waits with nothing deliverable to it.
@@ -186,7 +191,7 @@ type GateState struct {
 // State returns a snapshot.
 func (g *Gate) State() GateState {
 	g.mu.Lock()
-	defer g.mu.Unlock()
+	defer g.unlock()
 	s := GateState{Paused: g.paused, Starving: g.starving, Waiting: len(g.line), PausedFor: g.pausedFor}
 	if g.paused {
 		s.PausedFor += g.opts.Clock.Now().Sub(g.pausedSince)
@@ -249,26 +254,44 @@ func (g *Gate) failAll(err error) {
 	}
 }
 
-// unlock releases mu and reports pauses and resumes. One goroutine at a time reports, so that they come in order; a callback that
-// calls the gate leaves its events to the goroutine that is reporting.
+// unlock releases mu, after it has seen to the pokes that came meanwhile, and reports pauses and resumes. One goroutine at a time reports, so that they come in
+// order; a callback that calls the gate leaves its events to the goroutine that is reporting.
 func (g *Gate) unlock() {
-	if g.dispatching {
-		g.mu.Unlock()
-		return
-	}
-	g.dispatching = true
-	for len(g.events) > 0 {
-		e := g.events[0]
-		g.events = g.events[1:]
-		g.mu.Unlock()
-		if f := g.opts.OnResume; !e.pause && f != nil {
-			f(e.h)
+	for {
+		for g.dirty.Swap(false) {
+			g.evaluate()
 		}
-		if f := g.opts.OnPause; e.pause && f != nil {
-			f(e.h)
+		for !g.dispatching && len(g.events) > 0 {
+			e := g.events[0]
+			g.events = g.events[1:]
+			g.dispatching = true
+			g.mu.Unlock()
+			g.report(e)
+			g.mu.Lock()
+			g.dispatching = false
 		}
-		g.mu.Lock()
+		g.mu.Unlock()
+		// A poke that found mu taken relies on this look.
+		if !g.dirty.Load() || !g.mu.TryLock() {
+			return
+		}
 	}
-	g.dispatching = false
-	g.mu.Unlock()
+}
+
+func (g *Gate) report(e gateEvent) {
+	ok := false
+	defer func() {
+		if !ok { // a callback that panics must not silence all those after it
+			g.mu.Lock()
+			g.dispatching = false
+			g.mu.Unlock()
+		}
+	}()
+	if f := g.opts.OnPause; e.pause && f != nil {
+		f(e.h)
+	}
+	if f := g.opts.OnResume; !e.pause && f != nil {
+		f(e.h)
+	}
+	ok = true
 }

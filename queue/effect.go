@@ -1,0 +1,209 @@
+package queue
+
+import (
+	"fmt"
+	"runtime/debug"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// storeCall is what the store must be told of a sample once the record behind it is durable.
+type storeCall struct {
+	what storeOp
+	s    *sample
+	ref  sluice.Ref
+	lone bool // no other call about the sample can be under way
+}
+
+type storeOp uint8
+
+const (
+	unclaim storeOp = iota
+	markDead
+	markAlive
+)
+
+// tell leaves a store call to the end of the transaction.
+func (tx *txn) tell(what storeOp, s *sample) {
+	if tx == nil {
+		return // a replay: Open compares with the store when it is done
+	}
+	lone := what == unclaim && s.info == nil // as with most samples: nothing but an unclaim ever happens to them
+	if !lone {
+		s.rare()
+	}
+	tx.calls = append(tx.calls, storeCall{what, s, s.ref, lone})
+	if tx.q.journal != nil {
+		tx.lsn = max(tx.lsn, tx.q.lsn)
+	}
+}
+
+// next is the number of the record that is about to be written for what is being applied; 0 if none is.
+func (tx *txn) next() uint64 {
+	if tx == nil || tx.q.journal == nil {
+		return 0
+	}
+	return tx.q.lsn + 1
+}
+
+// free gives up the claim on s.
+func (tx *txn) free(s *sample) {
+	tx.tell(unclaim, s)
+	s.freed = true
+	if s.place != dead {
+		s.ref = sluice.Ref{}
+	}
+}
+
+// runCalls makes the store calls, outside the lock. Calls about one sample must come in the order of their records, whoever makes them: a requeue
+// must not be overtaken by the burial before it.
+func (q *Queue) runCalls(calls []storeCall) {
+	freed := false
+	for _, c := range calls {
+		freed = freed || c.what == unclaim
+		if c.lone {
+			q.callStore(c)
+			continue
+		}
+		q.mu.Lock()
+		info := c.s.info
+		if info.busy {
+			info.calls = append(info.calls, c)
+			q.mu.Unlock()
+			continue
+		}
+		info.busy = true
+		for {
+			q.mu.Unlock()
+			q.callStore(c)
+			q.mu.Lock()
+			if len(info.calls) == 0 {
+				break
+			}
+			c, info.calls = info.calls[0], info.calls[1:]
+			freed = freed || c.what == unclaim
+		}
+		info.busy = false
+		q.mu.Unlock()
+	}
+	if freed {
+		q.gate.Poke()
+	}
+}
+
+func (q *Queue) callStore(c storeCall) {
+	err := q.guarded(func() error {
+		switch c.what {
+		case unclaim:
+			return q.store.Unclaim(c.ref, q.owner)
+		case markDead:
+			return q.store.MarkDead(c.ref, q.owner, true)
+		}
+		return q.store.MarkDead(c.ref, q.owner, false)
+	})
+	if err != nil {
+		// The state is right whatever the store says; what it failed to free is found by its GC or by the next Open.
+		q.log.Warn("queue: the store refused", "run", q.runID, "sample", c.s.id, "call", c.what.String(), "err", err)
+	}
+}
+
+func (o storeOp) String() string { return [...]string{"unclaim", "mark dead", "mark alive"}[o] }
+
+// guarded turns a panic of foreign code into an error, so that it cannot leave a call half done.
+func (q *Queue) guarded(f func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			q.log.Error("queue: foreign code panicked", "run", q.runID, "panic", p, "stack", string(debug.Stack()))
+			err = fmt.Errorf("panic: %v", p)
+		}
+	}()
+	return f()
+}
+
+// EventKind says what an [Event] is about.
+type EventKind string
+
+// The kinds of event.
+const (
+	EventPaused       EventKind = "paused"        // the gate closed at the high mark
+	EventResumed      EventKind = "resumed"       // and opened again at the low one
+	EventDead         EventKind = "dead"          // a sample became a dead letter
+	EventDeadFreed    EventKind = "dead_freed"    // a dead letter lost its bytes to the share that dead letters may hold
+	EventTakeover     EventKind = "takeover"      // a newer incarnation of a consumer or producer came
+	EventProducerLost EventKind = "producer_lost" // a producer was silent for too long
+	EventClosed       EventKind = "closed"
+	EventWedged       EventKind = "wedged"
+	EventUnavailable  EventKind = "unavailable" // the journal failed
+	EventWindow       EventKind = "window"      // a window opened
+	EventLostSample   EventKind = "lost_sample" // a recovered queue has a ref whose sample the store has no more
+)
+
+// Event is something that an operator wants to see.
+type Event struct {
+	Kind    EventKind
+	Subject string // the sample, consumer, producer or window
+	Text    string
+	Health  sluice.Health // for paused and resumed
+}
+
+// emit leaves an event to whoever dispatches next. It may be called with or without the lock.
+func (q *Queue) emit(e Event) {
+	q.events.mu.Lock()
+	q.events.list = append(q.events.list, e)
+	q.events.some.Store(true)
+	q.events.mu.Unlock()
+}
+
+// emitFromGate is emit for the gate's callbacks, which may come in the middle of a call that waits, or that must not: the goroutine ends with the last event.
+func (q *Queue) emitFromGate(e Event) {
+	q.emit(e)
+	go q.dispatchEvents()
+}
+
+// dispatchEvents reports events outside every lock, one goroutine at a time so that they come in order. A callback that calls the queue leaves its
+// events to the goroutine that is reporting.
+func (q *Queue) dispatchEvents() {
+	ev := &q.events
+	if !ev.some.Load() {
+		return
+	}
+	ev.mu.Lock()
+	if ev.busy {
+		ev.mu.Unlock()
+		return
+	}
+	ev.busy = true
+	for len(ev.list) > 0 {
+		e := ev.list[0]
+		ev.list = ev.list[1:]
+		ev.mu.Unlock()
+		q.report(e)
+		ev.mu.Lock()
+	}
+	ev.list = nil
+	ev.busy = false
+	ev.some.Store(false)
+	ev.mu.Unlock()
+}
+
+func (q *Queue) report(e Event) {
+	q.guarded(func() error {
+		switch e.Kind {
+		case EventPaused:
+			if q.opts.OnPause != nil {
+				q.opts.OnPause(e.Health)
+			}
+		case EventResumed:
+			if q.opts.OnResume != nil {
+				q.opts.OnResume(e.Health)
+			}
+		case EventWindow:
+		default:
+			q.log.Info("queue: "+string(e.Kind), "run", q.runID, "subject", e.Subject, "text", e.Text)
+		}
+		if q.opts.OnEvent != nil {
+			q.opts.OnEvent(e)
+		}
+		return nil
+	})
+}

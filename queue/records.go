@@ -1,0 +1,387 @@
+package queue
+
+import (
+	"bytes"
+	"encoding/json"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// The records. Their exported fields are what a journal keeps; the others spare the running queue the look-ups that a replay does.
+
+type putRecord struct {
+	T         string            `json:"t"`
+	Ref       sluice.Ref        `json:"ref"`
+	Seq       int64             `json:"seq"`
+	Producer  string            `json:"producer,omitempty"`
+	Positions []sluice.Position `json:"positions,omitempty"`
+	At        int64             `json:"at"`
+	Gated     bool              `json:"gated,omitempty"`
+
+	s *sample
+}
+
+type leaseRecord struct {
+	T           string         `json:"t"`
+	Lease       sluice.LeaseID `json:"lease"`
+	Seq         int64          `json:"seq"`
+	Consumer    string         `json:"consumer"`
+	Incarnation int64          `json:"incarnation"`
+	Rank        int            `json:"rank,omitempty"`
+	Member      int            `json:"member,omitempty"`
+	Members     int            `json:"members,omitempty"`
+	Request     string         `json:"request,omitempty"`
+	At          int64          `json:"at"`
+	Windowed    bool           `json:"windowed,omitempty"`
+	Window      int64          `json:"window,omitempty"`
+	Slot        int            `json:"slot,omitempty"`
+	Pad         bool           `json:"pad,omitempty"`
+
+	s    *sample
+	c    *consumer
+	slot *slot
+}
+
+// endRecord is the end of a lease and what became of its sample. As is what it was settled as; empty if it ran out or was taken back.
+type endRecord struct {
+	T           string         `json:"t"`
+	Lease       sluice.LeaseID `json:"lease"`
+	Seq         int64          `json:"seq"`
+	Consumer    string         `json:"consumer"`
+	Incarnation int64          `json:"incarnation"`
+	As          sluice.Verdict `json:"as,omitempty"`
+	How         string         `json:"how"`
+	Fails       int32          `json:"fails,omitempty"`
+	Expiries    int32          `json:"expiries,omitempty"`
+	Reason      string         `json:"reason,omitempty"`
+	At          int64          `json:"at"`
+	Windowed    bool           `json:"windowed,omitempty"`
+	Window      int64          `json:"window,omitempty"`
+	Slot        int            `json:"slot,omitempty"`
+	Pad         bool           `json:"pad,omitempty"`
+
+	l    *lease
+	s    *sample
+	slot *slot
+}
+
+type memberRecord struct {
+	T       string         `json:"t"`
+	Lease   sluice.LeaseID `json:"lease"`
+	Member  int            `json:"member"`
+	Verdict sluice.Verdict `json:"verdict"`
+	Reason  string         `json:"reason,omitempty"`
+
+	l *lease
+}
+
+type giveRecord struct {
+	T        string         `json:"t"`
+	Consumer string         `json:"consumer"`
+	Member   int            `json:"member"`
+	Lease    sluice.LeaseID `json:"lease"`
+	Request  string         `json:"request,omitempty"`
+	At       int64          `json:"at"`
+}
+
+type consumerRecord struct {
+	T           string `json:"t"`
+	Name        string `json:"name"`
+	Incarnation int64  `json:"incarnation"`
+	Rank        int    `json:"rank,omitempty"`
+	Members     int    `json:"members,omitempty"`
+	Left        bool   `json:"left,omitempty"`
+}
+
+type resultsRecord struct {
+	T           string                `json:"t"`
+	Consumer    string                `json:"consumer"`
+	Incarnation int64                 `json:"incarnation"`
+	Member      int                   `json:"member,omitempty"`
+	Request     string                `json:"request"`
+	At          int64                 `json:"at"`
+	Results     []sluice.SettleResult `json:"results"`
+}
+
+type producerRecord struct {
+	T           string               `json:"t"`
+	Name        string               `json:"name"`
+	Incarnation int64                `json:"incarnation"`
+	State       sluice.ProducerState `json:"state"`
+}
+
+type closeRecord struct {
+	T     string      `json:"t"`
+	Cause string      `json:"cause,omitempty"`
+	Kind  sluice.Kind `json:"kind,omitempty"`
+
+	cause error
+}
+
+type gatesRecord struct {
+	T        string   `json:"t"`
+	Targets  []string `json:"targets,omitempty"`
+	MinDraft string   `json:"min_draft,omitempty"`
+}
+
+type windowRecord struct {
+	T      string  `json:"t"`
+	Number int64   `json:"number"`
+	Seqs   []int64 `json:"seqs"`
+
+	picked []*sample
+}
+
+type skipRecord struct {
+	T      string `json:"t"`
+	Window int64  `json:"window"`
+	Slot   int    `json:"slot"`
+
+	slot *slot
+}
+
+type shapeRecord struct {
+	T       string `json:"t"`
+	Ranks   int    `json:"ranks"`
+	PerRank int    `json:"per_rank"`
+}
+
+type dropRecord struct {
+	T   string `json:"t"`
+	Seq int64  `json:"seq"`
+	Why ending `json:"why"`
+	At  int64  `json:"at"`
+
+	s *sample
+}
+
+type freedRecord struct {
+	T   string `json:"t"`
+	Seq int64  `json:"seq"`
+
+	s *sample
+}
+
+type requeueRecord struct {
+	T   string `json:"t"`
+	Seq int64  `json:"seq"`
+
+	s *sample
+}
+
+// lostRecord: the store of a recovered queue has the sample no more.
+type lostRecord struct {
+	T      string `json:"t"`
+	Seq    int64  `json:"seq"`
+	Reason string `json:"reason"`
+	At     int64  `json:"at"`
+
+	s *sample
+}
+
+func encode(v any) []byte {
+	data, err := json.Marshal(v)
+	if err != nil {
+		panic(err) // every record is made of plain fields
+	}
+	return data
+}
+
+func corrupt(detail string) error {
+	return &sluice.Error{Kind: sluice.Corrupt, Op: "queue: replay", Detail: detail}
+}
+
+// replay applies one record of a journal.
+func (q *Queue) replay(data []byte) error {
+	kind, ok := bytes.CutPrefix(data, []byte(`{"t":"`))
+	end := bytes.IndexByte(kind, '"')
+	if !ok || end < 0 {
+		return corrupt("a record does not say what it is: " + clean(string(data), 80))
+	}
+	if q.bySeq == nil {
+		q.bySeq = map[int64]*sample{}
+	}
+	f := replayers[string(kind[:end])]
+	if f == nil {
+		return corrupt("unknown record " + clean(string(data), 80) + "; was it written by a newer version?")
+	}
+	return f(q, data)
+}
+
+// replayer decodes a record, finds what it speaks of, and applies it.
+func replayer[R any](f func(q *Queue, r *R) error) func(*Queue, []byte) error {
+	return func(q *Queue, data []byte) error {
+		r := new(R)
+		if err := json.Unmarshal(data, r); err != nil {
+			return &sluice.Error{Kind: sluice.Corrupt, Op: "queue: replay", Detail: "a record cannot be read: " + clean(string(data), 80), Err: err}
+		}
+		return f(q, r)
+	}
+}
+
+var replayers map[string]func(*Queue, []byte) error
+
+func init() {
+	replayers = map[string]func(*Queue, []byte) error{
+		"put": replayer(func(q *Queue, r *putRecord) error {
+			if r.Ref.IsZero() {
+				return corrupt("a put has no ref")
+			}
+			r.s = newSample(r.Ref)
+			q.name(r.s)
+			q.bySeq[r.Seq] = r.s
+			q.now = max(q.now, r.At)
+			q.applyPut(nil, r)
+			return nil
+		}),
+		"lease": replayer(func(q *Queue, r *leaseRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s == nil {
+				return corrupt("a lease of an unknown sample")
+			}
+			if r.s.place == gone && !r.Pad || r.s.place == dead {
+				return nil
+			}
+			r.c = q.replayConsumer(r.Consumer, r.Incarnation, r.Rank, r.Members)
+			if r.Member < 0 || r.Member >= max(r.c.members, 1) {
+				return corrupt("a lease for a member that the group has not")
+			}
+			var err error
+			if r.slot, err = q.replaySlot(r.Windowed, r.Window, r.Slot); err != nil {
+				return err
+			}
+			q.applyLease(r)
+			return nil
+		}),
+		"end": replayer(func(q *Queue, r *endRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s == nil {
+				return corrupt("the end of a lease of an unknown sample")
+			}
+			var err error
+			if r.slot, err = q.replaySlot(r.Windowed, r.Window, r.Slot); err != nil {
+				return err
+			}
+			if r.s.place == gone && !r.Pad {
+				return nil
+			}
+			q.now = max(q.now, r.At)
+			r.l = q.leaseByID(r.Lease)
+			q.applyEnd(nil, r)
+			if r.l == nil && r.As != "" {
+				q.settled.add(key(r.Lease), outcome{r.Lease, q.replayConsumer(r.Consumer, r.Incarnation, 0, 0), r.Incarnation, r.At, 0, r.As, r.How == howDead}, q.now)
+			}
+			return nil
+		}),
+		"member": replayer(func(q *Queue, r *memberRecord) error {
+			if r.l = q.leaseByID(r.Lease); r.l == nil || r.l.group == nil || r.Member < 0 || r.Member >= len(r.l.group.verdicts) {
+				return nil // the lease has ended
+			}
+			q.applyMember(r)
+			return nil
+		}),
+		"give": replayer(func(q *Queue, r *giveRecord) error {
+			c := q.consumers[r.Consumer]
+			if c == nil || r.Member < 0 || r.Member >= len(c.cursor) {
+				return corrupt("a lease given to an unknown member")
+			}
+			if l := c.behind(r.Member); l != nil {
+				q.applyGive(r, c, l)
+			}
+			return nil
+		}),
+		"consumer": replayer(func(q *Queue, r *consumerRecord) error {
+			if r.Members < 0 || r.Members > maxMembers {
+				return corrupt("a group of an impossible size")
+			}
+			q.applyConsumer(r)
+			return nil
+		}),
+		"results":  replayer(func(q *Queue, r *resultsRecord) error { q.applyResults(r); return nil }),
+		"producer": replayer(func(q *Queue, r *producerRecord) error { q.applyProducer(r); return nil }),
+		"close":    replayer(func(q *Queue, r *closeRecord) error { q.applyClose(r); return nil }),
+		"gates":    replayer(func(q *Queue, r *gatesRecord) error { q.setGates(r.Targets, r.MinDraft); return nil }),
+		"window": replayer(func(q *Queue, r *windowRecord) error {
+			if !q.windows.on || len(r.Seqs) > q.windows.ranks*q.windows.perRank {
+				return corrupt("a window that does not fit the run: was the journal written with other windows?")
+			}
+			for _, seq := range r.Seqs {
+				s := q.bySeq[seq]
+				if s == nil || int(s.place) >= pendingLists || s.place == claiming {
+					return corrupt("a window of samples that do not wait")
+				}
+				r.picked = append(r.picked, s)
+			}
+			q.applyWindow(r)
+			return nil
+		}),
+		"skip": replayer(func(q *Queue, r *skipRecord) (err error) {
+			if r.slot, err = q.replaySlot(true, r.Window, r.Slot); err == nil && !r.slot.done {
+				q.applySkip(nil, r)
+			}
+			return err
+		}),
+		"shape": replayer(func(q *Queue, r *shapeRecord) error {
+			if !q.windows.on || r.Ranks < 1 || r.PerRank < 1 || r.Ranks > 1<<20 || r.PerRank > 1<<20 {
+				return corrupt("an impossible shape")
+			}
+			q.applyShape(nil, r)
+			return nil
+		}),
+		"drop": replayer(func(q *Queue, r *dropRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s != nil && r.s.place != gone {
+				q.applyDrop(nil, r)
+			}
+			return nil
+		}),
+		"freed": replayer(func(q *Queue, r *freedRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s != nil && r.s.place == dead && !r.s.freed {
+				q.applyFreed(nil, r)
+			}
+			return nil
+		}),
+		"requeue": replayer(func(q *Queue, r *requeueRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s != nil && r.s.place == dead {
+				q.applyRequeue(nil, r)
+			}
+			return nil
+		}),
+		"lost": replayer(func(q *Queue, r *lostRecord) error {
+			if r.s = q.bySeq[r.Seq]; r.s != nil && !r.s.freed {
+				q.applyLost(nil, r)
+			}
+			return nil
+		}),
+		"snap":          replayer((*Queue).loadHeader),
+		"snap-samples":  replayer((*Queue).loadSamples),
+		"snap-consumer": replayer((*Queue).loadConsumer),
+		"snap-window":   replayer((*Queue).loadWindow),
+		"snap-leases":   replayer((*Queue).loadLeases),
+		"snap-gone":     replayer((*Queue).loadGone),
+		"snap-settled":  replayer((*Queue).loadSettled),
+		"snap-share":    replayer((*Queue).loadShare),
+		"snap-log":      replayer((*Queue).loadLog),
+		"snap-producer": replayer((*Queue).loadProducer),
+		"snap-taken":    replayer((*Queue).loadTaken),
+		"snap-request":  replayer((*Queue).loadRequest),
+	}
+}
+
+// replayConsumer finds a consumer whose own record may have been lost.
+func (q *Queue) replayConsumer(name string, incarnation int64, rank, members int) *consumer {
+	c := q.consumers[name]
+	if c == nil || c.incarnation < incarnation {
+		q.applyConsumer(&consumerRecord{Name: name, Incarnation: incarnation, Rank: rank, Members: members})
+		c = q.consumers[name]
+	}
+	return c
+}
+
+func (q *Queue) replaySlot(windowed bool, number int64, index int) (*slot, error) {
+	if !windowed {
+		return nil, nil
+	}
+	w := q.window(number)
+	if w == nil || index < 0 || index >= len(w.slots) {
+		return nil, corrupt("a place in a window that is not open")
+	}
+	return &w.slots[index], nil
+}

@@ -1,0 +1,65 @@
+package queue
+
+import (
+	"cmp"
+	"context"
+	"slices"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// Status is a snapshot; see [sluice.Queue]. It answers even when the queue is unavailable.
+func (q *Queue) Status(context.Context) (sluice.Status, error) {
+	health := q.store.Health()
+	q.gate.Poke() // so that the pause it reports is today's
+	gate := q.gate.State()
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.tick()
+	c := &q.count
+	s := sluice.Status{
+		RunID: q.runID, Closed: q.closed,
+		Pending: q.pending, Outstanding: q.out, Dead: q.deadKept.n + q.deadFreed.n,
+		Put: c.Put, Delivered: c.Delivered, Redelivered: c.Redelivered, Padded: c.Padded, Acked: c.Acked, Failed: c.Failed, Expired: c.Expired, Returned: c.Returned,
+		DeadTotal: c.DeadTotal, Dropped: c.Dropped, TailDropped: c.TailDropped, Gated: c.Gated, Stale: c.Stale,
+		TokensPut: c.TokensPut, TokensAcked: c.TokensAcked, BytesPut: c.BytesPut, BytesAcked: c.BytesAcked, WindowsOpened: c.Windows,
+		Health: health, Paused: gate.Paused, Starving: q.starving(), ProducersWaiting: q.pauseSum.n, ConsumersWaiting: q.waiters,
+		ProducerPaused: q.pauseSum.total(q.now), ConsumerWaited: q.waitSum.total(q.now), Wedged: q.wedged,
+	}
+	if q.cause != nil {
+		s.Cause = q.cause.Error()
+	}
+	oldest := q.now
+	for _, c := range q.consumers {
+		if c.left {
+			continue
+		}
+		if c.first != nil {
+			oldest = min(oldest, c.first.given)
+		}
+		s.Consumers = append(s.Consumers, sluice.ConsumerStatus{
+			Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Leases: c.held, LeasedBytes: c.heldBytes, Waiting: c.waiting > 0,
+			Delivered: c.delivered, Acked: c.acked, LastSeen: time.Duration(q.now - c.seen),
+		})
+	}
+	s.OldestLease = time.Duration(q.now - oldest)
+	for _, p := range q.producers {
+		seen := time.Duration(q.now - p.seen)
+		if p.waiting > 0 {
+			seen = 0
+		}
+		s.Producers = append(s.Producers, sluice.ProducerStatus{Name: p.name, Incarnation: p.incarnation, State: p.state, Put: p.put, LastSeen: seen})
+	}
+	slices.SortFunc(s.Consumers, func(a, b sluice.ConsumerStatus) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(s.Producers, func(a, b sluice.ProducerStatus) int { return cmp.Compare(a.Name, b.Name) })
+	return s, nil
+}
+
+func sortTaken(all []sluice.Taken) {
+	slices.SortFunc(all, func(a, b sluice.Taken) int { return cmp.Compare(a.Epoch, b.Epoch) })
+}
+
+func sortBySeq(list []*sample) {
+	slices.SortFunc(list, func(a, b *sample) int { return cmp.Compare(a.seq, b.seq) })
+}

@@ -1,0 +1,172 @@
+package queue
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+)
+
+const (
+	// wedgeTime is how long both sides must wait for each other, without any progress, before the queue says so; wedgeLook is how often it looks
+	// while a producer and a consumer wait at once. Together they stay below the five seconds of the contract.
+	wedgeTime = 3 * time.Second
+	wedgeLook = 500 * time.Millisecond
+)
+
+// wedgeWatch is the state of the look-out for deadlock.
+type wedgeWatch struct {
+	checkAt  int64 // the next look, or never
+	since    int64 // since when the condition holds, or never
+	progress int64 // when anything last moved
+	granted  int64 // when a producer was last given room, or put
+	hungry   int64 // until when somebody who polls counts as waiting
+}
+
+// watchWedge starts looking when both sides wait. It costs nothing otherwise.
+func (q *Queue) watchWedge() {
+	if q.wedge.checkAt == never && q.reserving > 0 && !q.closed && (q.waiters > 0 || q.now < q.wedge.hungry) {
+		q.wedge.checkAt = q.now + int64(wedgeLook)
+		q.wedge.since = never
+		if q.holdersWait() {
+			q.wedge.since = q.now
+		}
+	}
+}
+
+// moved notes that something did: a put, a grant, a delivery, the end of a lease.
+func (q *Queue) moved() {
+	q.wedge.progress = q.now
+	q.wedged = ""
+}
+
+func (c *consumer) isHungry(now int64) bool { return c.waiting > 0 || now < c.hungry }
+
+func (q *Queue) anyoneHungry() bool {
+	if q.waiters > 0 {
+		return true
+	}
+	for _, c := range q.consumers {
+		if q.now < c.hungry {
+			return true
+		}
+	}
+	return false
+}
+
+// holdersWait reports whether everyone who holds a lease is itself waiting for another, so that no ack will come.
+func (q *Queue) holdersWait() bool {
+	for _, c := range q.consumers {
+		if c.held > 0 && !c.isHungry(q.now) {
+			return false
+		}
+	}
+	return true
+}
+
+// checkWedge looks once.
+func (q *Queue) checkWedge() {
+	w := &q.wedge
+	w.checkAt = never
+	if q.closed || q.reserving == 0 || !q.anyoneHungry() {
+		w.since = never
+		return
+	}
+	w.checkAt = q.now + int64(wedgeLook)
+	h := q.store.Health()
+	head := q.gate.State()
+	switch {
+	case head.Waiting == 0 || !q.holdersWait():
+		w.since = never
+		return
+	case h.Fits(head.HeadBytes):
+		// Not for long: the gate was told that someone starves. If it has not heard of room that became free, it hears of it now.
+		w.since = never
+		go q.gate.Poke()
+		return
+	case h.ReservedSamples > 0 && q.someoneProduces():
+		w.since = never
+		return
+	case w.since == never:
+		w.since = q.now
+	}
+	if q.now-max(w.since, w.progress) < int64(wedgeTime) {
+		return
+	}
+	q.wedged = q.wedgeText(h, head)
+	err := &sluice.Error{Kind: sluice.Wedged, Op: "queue", Subject: q.runID, Detail: q.wedged, Hint: "settle or return leases, close tensors that are kept, drop dead letters, or raise the cap"}
+	q.emit(Event{Kind: EventWedged, Text: q.wedged})
+	for i := range q.shares {
+		for x := q.shares[i].head; x != nil; x = q.shares[i].head {
+			q.answer(x, sluice.Delivery{}, err)
+		}
+	}
+	q.gate.Fail(err)
+	w.checkAt = never
+}
+
+// someoneProduces reports whether the room that is set aside may yet turn into a sample. A producer that does not wait at the gate may be in a
+// forward. One that does may have another under way, or may wait for the rest of a batch: it is given the time in which a producer may be silent.
+func (q *Queue) someoneProduces() bool {
+	if q.now-q.wedge.granted < int64(q.cfg.ProducerTimeout) {
+		return true
+	}
+	for _, p := range q.producers {
+		if p.state == sluice.ProducerRunning && p.waiting == 0 && p.granted > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// wedgeText says who waits for whom, with the numbers.
+func (q *Queue) wedgeText(h sluice.Health, head sluice.GateState) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d producers wait for room (the first for %d bytes) and %d consumers for samples, and nothing can move: ", head.Waiting, head.HeadBytes, max(q.waiters, 1))
+	if h.Caps.MaxBytes > 0 {
+		fmt.Fprintf(&b, "%d of %d bytes", h.UsedBytes(), h.Caps.MaxBytes)
+	}
+	if h.Caps.MaxSamples > 0 {
+		if h.Caps.MaxBytes > 0 {
+			b.WriteString(" and ")
+		}
+		fmt.Fprintf(&b, "%d of %d samples", h.UsedSamples(), h.Caps.MaxSamples)
+	}
+	fmt.Fprintf(&b, " are used; %d samples are pending", q.pending)
+	var names []string
+	for name, c := range q.consumers {
+		if c.held > 0 {
+			names = append(names, name)
+		}
+	}
+	slices.Sort(names)
+	for i, name := range names {
+		if i == 10 {
+			fmt.Fprintf(&b, "; and %d more consumers hold leases", len(names)-i)
+			break
+		}
+		c := q.consumers[name]
+		fmt.Fprintf(&b, "; consumer %s holds %d leases of %d bytes while it waits", name, c.held, c.heldBytes)
+	}
+	if q.deadKept.n > 0 {
+		fmt.Fprintf(&b, "; %d dead letters hold %d bytes", q.deadKept.n, q.deadBytes)
+	}
+	if h.ReservedSamples > 0 {
+		fmt.Fprintf(&b, "; %d reservations of %d bytes have not become samples", h.ReservedSamples, h.ReservedBytes)
+	}
+	if rest := h.ResidentBytes - q.knownBytes(); rest > 0 {
+		fmt.Fprintf(&b, "; %d bytes are of samples that the queue is done with or never had: tensors that are kept, or refs that were not put", rest)
+	}
+	return b.String()
+}
+
+// knownBytes are the bytes of the samples that the queue claims, for a wedged queue: those leased and dead.
+func (q *Queue) knownBytes() int64 {
+	n := q.deadBytes
+	for _, c := range q.consumers {
+		n += c.heldBytes
+	}
+	return n
+}
