@@ -36,10 +36,11 @@ bench: ## figures for docs/benchmarks.md
 FUZZTIME ?= 1m
 fuzz: ## every fuzz target in turn, FUZZTIME each
 	@set -e; for p in $$($(GO) list ./...); do for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
-		echo "== $$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) $$p; done; done
+		echo "== $$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 20x $$p; done; done
 
-golden: ## make the golden arrays again (needs torch: Debian's python3-torch is enough)
+golden: ## make the golden arrays again (needs torch: Debian python3-torch is enough)
 	$(PYTHON) tools/refs/golden.py testdata/refs
+	$(PYTHON) tools/golden/batches.py stream/testdata/golden
 
 clean:
 	rm -rf bin $(VENV)

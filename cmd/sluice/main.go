@@ -1,0 +1,76 @@
+// Command sluice is the one binary of Sluice: a subcommand a file.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"runtime/debug"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+func main() { os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// errSilent ends the command with status 1 when everything has been said already.
+var errSilent = errors.New("the command has said what is wrong")
+
+// Main runs the command and returns its exit status: 0; 1 for a failure; 2 for a wrong command line; 130 after an interrupt.
+func Main(args []string, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	context.AfterFunc(ctx, stop) // a second interrupt ends the process the hard way
+
+	usage := false
+	root := &cobra.Command{
+		Use:           "sluice",
+		Short:         "Stream a target model's hidden states to the trainers of a draft model",
+		Long:          "Sluice is the channel between a large frozen target model and the trainers of a small draft model in speculative-decoding training:\npaced, without loss, without filling a disk.",
+		Version:       version(),
+		SilenceErrors: true,
+		SilenceUsage:  true,
+	}
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error {
+		usage = true
+		return err
+	})
+	root.AddCommand(demoCommand(stdout, stderr))
+
+	command, err := root.ExecuteContextC(ctx)
+	switch {
+	case err == nil:
+		return 0
+	case ctx.Err() != nil && errors.Is(err, context.Canceled):
+		fmt.Fprintln(stderr, "sluice: interrupted")
+		return 130
+	case errors.Is(err, errSilent):
+		return 1
+	}
+	fmt.Fprintln(stderr, "sluice:", err)
+	if usage || command == root {
+		fmt.Fprintf(stderr, "Run '%s --help' for usage.\n", command.CommandPath())
+		return 2
+	}
+	return 1
+}
+
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "unknown"
+	}
+	v := info.Main.Version
+	for _, s := range info.Settings {
+		if s.Key == "vcs.revision" && (v == "" || v == "(devel)") {
+			v = s.Value
+		}
+	}
+	return v + " " + info.GoVersion
+}

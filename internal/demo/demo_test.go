@@ -1,0 +1,194 @@
+package demo
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/store/memstore"
+	"github.com/sluice-ml/sluice/target/tinyllama"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const tiny = "../../target/tinyllama/testdata/tiny-untied"
+
+func promptFile(t *testing.T) string {
+	t.Helper()
+	name := filepath.Join(t.TempDir(), "p.jsonl")
+	var b strings.Builder
+	for _, row := range []string{"1,2,3,4,5", "11,12,13,14", "21,22,23", "31,32,33,34,35,36", "41,42,43,44"} {
+		n := strings.Count(row, ",")
+		b.WriteString(`{"input_ids":[` + row + `],"loss_mask":[0` + strings.Repeat(",1", n) + "]}\n")
+	}
+	if err := os.WriteFile(name, []byte(b.String()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return name
+}
+
+// runOver runs the demo's stream over a store of the test's own.
+func runOver(t *testing.T, ctx context.Context, o Options, wrap func(sluice.ClaimStore) sluice.ClaimStore) (*Result, error) {
+	t.Helper()
+	o, err := o.withDefaults()
+	if err != nil {
+		t.Fatal(err)
+	}
+	model, err := tinyllama.Open(tiny)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer model.Close()
+	schema, err := sluice.SchemaOf(o.Algorithm)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rows, err := openPrompts(&o, model, schema)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer rows.Close()
+	o.MaxBytes, o.AuxLayers = 1<<20, []int{0, 1, 2}
+	caps := sluice.Caps{MaxBytes: o.MaxBytes}
+	store, err := memstore.New(&memstore.Options{Caps: caps})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	return run(ctx, &o, sluice.RunConfig{RunID: "demo", Schema: schema, Caps: caps}, model, rows, wrap(store))
+}
+
+// flipStore changes one bit of one feature of the first sample that is read.
+type flipStore struct {
+	sluice.ClaimStore
+	feature string
+	done    atomic.Bool
+}
+
+func (s *flipStore) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error) {
+	t, err := s.ClaimStore.Get(ctx, ref)
+	if err == nil && s.done.CompareAndSwap(false, true) {
+		f, _ := t.Feature(s.feature)
+		f.Data[len(f.Data)-8] ^= 1 // of the last position: the first one is shifted away
+	}
+	return t, err
+}
+
+func TestDemoFindsASingleWrongBit(t *testing.T) {
+	t.Parallel()
+	for _, feature := range []string{"aux_hidden_states", "last_hidden_states", "attention_mask"} {
+		r, err := runOver(t, t.Context(), Options{Prompts: []string{promptFile(t)}}, func(s sluice.ClaimStore) sluice.ClaimStore {
+			return &flipStore{ClaimStore: s, feature: feature}
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if r.Parity == bitExact || !strings.Contains(r.Parity, feature) || r.OK() || !strings.Contains(r.Summary(), "BROKEN") {
+			t.Errorf("%s: parity %q, ok %v", feature, r.Parity, r.OK())
+		}
+	}
+}
+
+func TestDemoFindsALostAndAnInventedRow(t *testing.T) {
+	t.Parallel()
+	b := newBooks()
+	row := func(s string) [sha256.Size]byte { return sha256.Sum256([]byte(s)) }
+	b.rows[row("read twice")] = 2
+	b.acked("a", row("read twice"))
+	b.acked("a", row("read twice")) // delivered again
+	if b.open() != 1 || b.unknown() != 0 {
+		t.Errorf("open %d, unknown %d; want 1, 0", b.open(), b.unknown())
+	}
+	b.acked("b", row("read twice"))
+	b.acked("c", row("never read"))
+	if b.open() != 0 || b.unknown() != 1 {
+		t.Errorf("open %d, unknown %d; want 0, 1", b.open(), b.unknown())
+	}
+}
+
+func TestResultIsOKOnlyIfEverythingIs(t *testing.T) {
+	t.Parallel()
+	good := Result{Produced: 5, Acked: 5, Parity: bitExact, StepsPerRank: []int64{2, 2}}
+	if !good.OK() {
+		t.Fatal("a good result is not OK")
+	}
+	for name, spoil := range map[string]func(*Result){
+		"lost": func(r *Result) { r.Lost = 1 }, "dead": func(r *Result) { r.Dead = 1 }, "parity": func(r *Result) { r.Parity = "x" },
+		"resident": func(r *Result) { r.ResidentBytes = 1 }, "unacked": func(r *Result) { r.Acked = 4 }, "steps": func(r *Result) { r.StepsPerRank = []int64{2, 3} },
+	} {
+		r := good
+		spoil(&r)
+		if r.OK() {
+			t.Errorf("%s: OK", name)
+		}
+	}
+}
+
+func TestDemoEndsSoonWhenInterrupted(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	dir := filepath.Join(t.TempDir(), "store")
+	o := Options{Model: tiny, Prompts: []string{promptFile(t)}, Store: dir, AuxLayers: []int{0, 1, 2}, Interval: time.Millisecond, Progress: func(Snapshot) { cancel() }}
+	if _, err := Run(ctx, o); !errors.Is(err, context.Canceled) && err != nil {
+		t.Errorf("got %v", err)
+	}
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the store is left behind: %v", err)
+	}
+}
+
+func TestGaugeShowsLevelAndMarks(t *testing.T) {
+	t.Parallel()
+	caps, err := sluice.Caps{MaxBytes: 100}.Resolve()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for used, want := range map[int64]string{
+		0:   "▕     │         │    ▏",
+		50:  "▕█████┃████     │    ▏",
+		75:  "▕█████┃█████████│    ▏",
+		100: "▕█████┃█████████┃████▏",
+		150: "▕█████┃█████████┃████▏",
+	} {
+		if got := gauge(sluice.Health{ResidentBytes: used, Caps: caps}, 20); got != want {
+			t.Errorf("%d:\n got %s\nwant %s", used, got, want)
+		}
+	}
+}
+
+func TestDisplayIsPlainWhereThereIsNoTerminal(t *testing.T) {
+	t.Parallel()
+	var b strings.Builder
+	d := NewDisplay(&b, false, 0)
+	d.Show(Snapshot{Elapsed: time.Second})
+	d.Show(Snapshot{Elapsed: 2 * time.Second})
+	d.Show(Snapshot{Elapsed: 2500 * time.Millisecond, Done: true})
+	if got := strings.Count(b.String(), "\n"); got != 2 || strings.Contains(b.String(), "\x1b") {
+		t.Errorf("%d lines:\n%s", got, b.String())
+	}
+	b.Reset()
+	d = NewDisplay(&b, true, 80)
+	d.Show(Snapshot{})
+	d.Show(Snapshot{})
+	if !strings.Contains(b.String(), "\x1b[7A") {
+		t.Errorf("the panel is not redrawn in place: %q", b.String())
+	}
+}
+
+func TestSizesForPeople(t *testing.T) {
+	t.Parallel()
+	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 16 << 20: "16.0 MiB", 5 << 40: "5.0 TiB", 5 << 50: "5120.0 TiB"} {
+		if got := Size(n); got != want {
+			t.Errorf("%d: %s, want %s", n, got, want)
+		}
+	}
+}

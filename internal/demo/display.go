@@ -1,0 +1,180 @@
+package demo
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// Display draws snapshots: a panel that is redrawn in place on a terminal, a line now and then elsewhere.
+type Display struct {
+	w        io.Writer
+	terminal bool
+	width    int
+
+	drawn int           // lines of the panel that is on the screen
+	last  time.Duration // when the last plain line was written
+}
+
+// plainEvery is the time between two plain lines: often enough to see that it lives, rarely enough for a log.
+const plainEvery = 2 * time.Second
+
+// NewDisplay returns a display that writes to w: a panel of the given width in columns if w is a terminal.
+func NewDisplay(w io.Writer, terminal bool, width int) *Display {
+	return &Display{w: w, terminal: terminal, width: min(max(width, 40), 100)}
+}
+
+// Show draws a snapshot.
+func (d *Display) Show(s Snapshot) {
+	if !d.terminal {
+		if s.Done || d.last == 0 || s.Elapsed-d.last >= plainEvery {
+			d.last = max(s.Elapsed, 1)
+			fmt.Fprintln(d.w, plainLine(s))
+		}
+		return
+	}
+	lines := panel(s, d.width)
+	var b strings.Builder
+	if d.drawn > 0 {
+		fmt.Fprintf(&b, "\x1b[%dA", d.drawn)
+	}
+	for _, l := range lines {
+		b.WriteString("\r\x1b[2K" + l + "\n")
+	}
+	d.drawn = len(lines)
+	io.WriteString(d.w, b.String()) // a terminal that went away does not stop the work
+}
+
+func rates(s Snapshot) (samples, tokens, gb float64) {
+	if sec := s.Elapsed.Seconds(); sec > 0 {
+		return float64(s.Status.Acked) / sec, float64(s.Tokens) / sec, float64(s.Status.BytesAcked) / 1e9 / sec
+	}
+	return 0, 0, 0
+}
+
+func plainLine(s Snapshot) string {
+	st := &s.Status
+	samples, tokens, gb := rates(s)
+	line := fmt.Sprintf("%5.1fs  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
+		s.Elapsed.Seconds(), st.Put, st.Acked, samples, tokens, gb, Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes),
+		Size(st.Health.Caps.LowWatermarkBytes), Size(st.Health.Caps.HighWatermarkBytes), st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered)
+	if st.Dead > 0 {
+		line += fmt.Sprintf("  dead %d", st.Dead)
+	}
+	if st.Wedged != "" {
+		line += "  WEDGED: " + st.Wedged
+	}
+	return line
+}
+
+func panel(s Snapshot, width int) []string {
+	st := &s.Status
+	samples, tokens, gb := rates(s)
+	ranks := ""
+	if s.Options.Ranks > 1 {
+		ranks = fmt.Sprintf(", %d ranks", s.Options.Ranks)
+	}
+	state := "open"
+	switch {
+	case st.Wedged != "":
+		state = "wedged"
+	case s.Done:
+		state = "done"
+	case st.Closed:
+		state = "draining"
+	case st.Paused:
+		state = "paused: above the high mark"
+	case st.Starving:
+		state = "open: the consumer is starving"
+	}
+	lines := []string{
+		fmt.Sprintf("%s from %s (%d layers, H %d)%s, store %s   %.1f s", s.Options.Algorithm, s.Model.Name, s.Model.Layers, s.Model.HiddenSize, ranks, s.Options.Store, s.Elapsed.Seconds()),
+		fmt.Sprintf("produced %-6d acked %-6d pending %-4d leased %-4d", st.Put, st.Acked, st.Pending, st.Outstanding),
+		fmt.Sprintf("%.1f samples/s   %.0f tokens/s   %.4f GB/s", samples, tokens, gb),
+		gauge(st.Health, width-2),
+		marks(st.Health, width-2),
+		fmt.Sprintf("resident %s of %s   gate %s", Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes), state),
+		fmt.Sprintf("producer paused %.1f s   consumer waited %.1f s   redelivered %d   dead %d", st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered, st.Dead),
+	}
+	for i, l := range lines {
+		if r := []rune(l); len(r) > width {
+			lines[i] = string(r[:width]) // a line that wraps would spoil the redrawing
+		}
+	}
+	return lines
+}
+
+// gauge draws what is used against the cap, with the two marks in it.
+func gauge(h sluice.Health, width int) string {
+	cells := []rune(strings.Repeat(" ", width))
+	level := cell(h.UsedBytes(), h.Caps.MaxBytes, width)
+	for i := range level {
+		cells[i] = '█'
+	}
+	for _, mark := range []int64{h.Caps.LowWatermarkBytes, h.Caps.HighWatermarkBytes} {
+		if i := min(cell(mark, h.Caps.MaxBytes, width), width-1); cells[i] == ' ' {
+			cells[i] = '│'
+		} else {
+			cells[i] = '┃'
+		}
+	}
+	return "▕" + string(cells) + "▏"
+}
+
+// marks names the two marks under the gauge.
+func marks(h sluice.Health, width int) string {
+	low := "low " + Size(h.Caps.LowWatermarkBytes)
+	high := "high " + Size(h.Caps.HighWatermarkBytes)
+	line := strings.Repeat(" ", 1+cell(h.Caps.LowWatermarkBytes, h.Caps.MaxBytes, width)) + low
+	if gap := 1 + cell(h.Caps.HighWatermarkBytes, h.Caps.MaxBytes, width) - len(line); gap > 0 {
+		line += strings.Repeat(" ", gap) + high
+	} else {
+		line += "  " + high
+	}
+	return line
+}
+
+func cell(n, of int64, width int) int {
+	if of <= 0 {
+		return 0
+	}
+	return int(min(float64(n)/float64(of), 1) * float64(width))
+}
+
+// Size shows bytes for people: 12.0 MiB.
+func Size(n int64) string {
+	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
+	v, i := float64(n), 0
+	for v >= 1024 && i < len(units)-1 {
+		v /= 1024
+		i++
+	}
+	if i == 0 {
+		return fmt.Sprintf("%d B", n)
+	}
+	return fmt.Sprintf("%.1f %s", v, units[i])
+}
+
+// Summary says what came of the demo, for people.
+func (r *Result) Summary() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%d samples, %d tokens, %s in %.1f s: %.1f samples/s, %.0f tokens/s, %.4f GB/s\n", r.Acked, r.Tokens, Size(r.Bytes), r.Seconds, r.SamplesPerS, r.TokensPerS, r.GBPerS)
+	fmt.Fprintf(&b, "flow        %s went through a store of %s; at most %s were used\n", Size(r.Bytes), Size(r.MaxBytes), Size(r.PeakBytes))
+	if r.Parity == bitExact {
+		fmt.Fprintf(&b, "parity      bit-exact: every sample equals a direct forward of its row\n")
+	} else {
+		fmt.Fprintf(&b, "parity      BROKEN: %s\n", r.Parity)
+	}
+	fmt.Fprintf(&b, "accounts    produced %d, acked %d, lost %d, dead %d, redelivered %d, left in the store %s", r.Produced, r.Acked, r.Lost, r.Dead, r.Redelivered, Size(r.ResidentBytes))
+	if r.Padded > 0 {
+		fmt.Fprintf(&b, ", stand-ins in the last window %d", r.Padded)
+	}
+	if r.Skipped > 0 || r.Truncated > 0 {
+		fmt.Fprintf(&b, "\nprompts     %d skipped, %d truncated", r.Skipped, r.Truncated)
+	}
+	fmt.Fprintf(&b, "\nbottleneck  %s\n", r.Bottleneck)
+	return b.String()
+}
