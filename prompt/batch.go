@@ -45,7 +45,7 @@ type inOrder struct {
 func (g *inOrder) add(r *row) { g.next = append(g.next, []*row{r}) }
 
 func (g *inOrder) take(flush bool) [][]*row {
-	if len(g.next) < g.rows && !(flush && len(g.next) > 0) {
+	if len(g.next) == 0 || len(g.next) < g.rows && !flush {
 		return nil
 	}
 	out := g.next
@@ -147,7 +147,7 @@ func (g *packer) take(flush bool) [][]*row {
 	for flush && len(g.open) > 0 {
 		g.close(0)
 	}
-	if len(g.closed) < g.rows && !(flush && len(g.closed) > 0) {
+	if len(g.closed) == 0 || len(g.closed) < g.rows && !flush {
 		return nil
 	}
 	n := min(g.rows, len(g.closed))

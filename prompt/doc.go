@@ -33,6 +33,6 @@
 // # Errors
 //
 // All errors are [sluice.Error] values. A bad line is ErrInvalid and names file, line, field, value and expectation; by default it ends the stream, with
-// SkipBad it is counted and reported to Options.OnSkip. A file that cannot be opened is ErrNotFound, ErrDenied or ErrInvalid at [Open]; one that shrinks, grows or
+// SkipBad it is counted and reported to Options.OnSkip. A tokenizer's error of another kind than ErrInvalid is no bad line: it ends the stream under its own kind. A file that cannot be opened is ErrNotFound, ErrDenied or ErrInvalid at [Open]; one that shrinks, grows or
 // disappears afterwards is ErrCorrupt or ErrNotFound, since positions in it would lie. An epoch without any usable row is ErrInvalid rather than an end of data.
 package prompt

@@ -145,7 +145,7 @@ func changed(f *file, size int64) error {
 		Hint:   "do not change prompt files while they are read"}
 }
 
-func pathError(op, p string, err error) error {
+func pathError(op, p string, err error) *sluice.Error {
 	e := &sluice.Error{Kind: sluice.Unavailable, Op: op, Subject: p, Err: err}
 	var own *sluice.Error
 	var pe *fs.PathError
@@ -223,7 +223,7 @@ func shortRead(f *file, at int64, err error) error {
 		return &sluice.Error{Kind: sluice.Corrupt, Op: "prompt: read", Subject: f.path,
 			Detail: fmt.Sprintf("ends at byte %d, but had %d bytes when it was opened: it shrank while it was read", at, f.size)}
 	}
-	e := pathError("prompt: read", f.path, err).(*sluice.Error)
+	e := pathError("prompt: read", f.path, err)
 	if e.Detail == "" {
 		e.Detail = fmt.Sprintf("cannot be read at byte %d", at)
 	}

@@ -188,7 +188,7 @@ func (l *lineSource) next(ctx context.Context) (line, error) {
 	for !l.exhausted {
 		if !l.hasAhead {
 			ln, err := l.scanLine(ctx)
-			if err == io.EOF {
+			if err == io.EOF { //nolint:errorlint // an error that wraps io.EOF is no end
 				l.exhausted = true
 				break
 			}

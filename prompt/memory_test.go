@@ -163,7 +163,7 @@ func TestALongLineCanBeInterruptedAndTakenUpAgain(t *testing.T) {
 	for {
 		ctx.left = 5
 		b, err := r.Next(ctx)
-		if err == context.Canceled {
+		if errors.Is(err, context.Canceled) {
 			interrupted++
 			continue
 		}

@@ -20,6 +20,7 @@ type fault struct {
 	detail string
 	hint   string
 	err    error
+	kind   sluice.Kind // Invalid if empty; another one is no fault of the line, so that it is never passed over
 }
 
 func faultf(format string, args ...any) *fault { return &fault{detail: fmt.Sprintf(format, args...)} }

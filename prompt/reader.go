@@ -2,6 +2,7 @@ package prompt
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -104,9 +105,9 @@ func (r *Reader) next(ctx context.Context) (*sluice.PromptBatch, error) {
 		}
 		err := r.step(ctx)
 		// Only a cancellation of our own reads comes as ctx.Err() itself; one that a tokenizer reports is wrapped, and its line is spent.
-		if err != nil && err != ctx.Err() {
+		if err != nil && err != ctx.Err() { //nolint:errorlint // what wraps it is a line's own error
 			r.failed = err
-			if cerr := r.lines.close(); cerr != nil && err == io.EOF {
+			if cerr := r.lines.close(); cerr != nil && err == io.EOF { //nolint:errorlint // an error that wraps io.EOF is no end
 				r.failed = cerr
 			}
 			return nil, r.failed
@@ -135,7 +136,7 @@ func (r *Reader) step(ctx context.Context) error {
 		r.count(func(s *Stats) { s.Epoch = r.epoch })
 	}
 	ln, err := r.lines.next(ctx)
-	if err == io.EOF {
+	if err == io.EOF { //nolint:errorlint // an error that wraps io.EOF is no end
 		r.flush = true
 		return nil
 	}
@@ -233,6 +234,10 @@ func (r *Reader) read(ln *line) *fault {
 	}
 	ids, mask, err := r.opts.Tokenizer.Encode(p.turns)
 	if err != nil {
+		// A tokenizer that is away would otherwise turn a whole epoch into bad lines.
+		if k := sluice.KindOf(err); k != "" && k != sluice.Invalid {
+			return &fault{detail: "the tokenizer failed", err: err, kind: k}
+		}
 		return &fault{detail: "the tokenizer refuses the conversation", err: err}
 	}
 	if len(ids) != len(mask) {
@@ -252,7 +257,7 @@ func (r *Reader) read(ln *line) *fault {
 
 // bad reports a bad line, or passes over it.
 func (r *Reader) bad(ctx context.Context, ln *line, f *fault) error {
-	if r.opts.OnBad == SkipBad {
+	if r.opts.OnBad == SkipBad && f.kind == "" {
 		r.skip(Bad)
 		if r.opts.OnSkip != nil {
 			r.opts.OnSkip(r.lineError(ctx, ln, f))
@@ -263,7 +268,7 @@ func (r *Reader) bad(ctx context.Context, ln *line, f *fault) error {
 }
 
 func (r *Reader) lineError(ctx context.Context, ln *line, f *fault) error {
-	e := &sluice.Error{Kind: sluice.Invalid, Op: "prompt: read", Subject: tail(r.set.files[ln.block.file].path), Detail: f.detail, Hint: f.hint, Err: f.err}
+	e := &sluice.Error{Kind: cmp.Or(f.kind, sluice.Invalid), Op: "prompt: read", Subject: tail(r.set.files[ln.block.file].path), Detail: f.detail, Hint: f.hint, Err: f.err}
 	if r.opts.Shuffle {
 		e.Detail = fmt.Sprintf("at byte %d: ", ln.offset) + e.Detail
 	}
@@ -305,7 +310,7 @@ func (r *Reader) All(ctx context.Context) iter.Seq2[*sluice.PromptBatch, error] 
 	return func(yield func(*sluice.PromptBatch, error) bool) {
 		for {
 			b, err := r.Next(ctx)
-			if err == io.EOF {
+			if err == io.EOF { //nolint:errorlint // an error that wraps io.EOF is no end
 				return
 			}
 			if !yield(b, err) || err != nil {

@@ -297,11 +297,32 @@ func TestABadLineSaysWhereAndWhat(t *testing.T) {
 			if !errors.Is(err, sluice.ErrInvalid) {
 				t.Errorf("%v is not ErrInvalid", err)
 			}
-			if _, again := r.Next(t.Context()); again != err {
+			if _, again := r.Next(t.Context()); !errors.Is(again, err) {
 				t.Errorf("the next call gives %v, want the same error", again)
 			}
 		})
 	}
+}
+
+// away is a tokenizer whose server has gone.
+type away struct{}
+
+func (away) Encode([]sluice.Message) (ids, mask []int64, err error) {
+	return nil, nil, &sluice.Error{Kind: sluice.Unavailable, Op: "remote: encode", Detail: "connection refused"}
+}
+
+func TestATokenizerThatIsAwayMakesNoBadLines(t *testing.T) {
+	t.Parallel()
+	r := open(t, prompt.Options{FS: jsonl(ids(1, 2), `{"messages":[{"role":"user","content":"Hi"}]}`, ids(3, 4)), OnBad: prompt.SkipBad, Tokenizer: away{}})
+	if _, err := r.Next(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	_, err := r.Next(t.Context())
+	want := `prompt: read "train.jsonl:2": the tokenizer failed: remote: encode: connection refused`
+	if !errors.Is(err, sluice.ErrUnavailable) || err.Error() != want {
+		t.Errorf("got  %v\nwant %s", err, want)
+	}
+	equal(t, "bad", r.Stats().Bad(), int64(0))
 }
 
 func TestAConversationWithoutATokenizerAsksForTokenIDs(t *testing.T) {
@@ -615,7 +636,7 @@ func TestSkipIsAskedBeforeALineIsParsed(t *testing.T) {
 func TestWhenAllWasTakenTheStreamJustEnds(t *testing.T) {
 	t.Parallel()
 	r := open(t, prompt.Options{FS: jsonl(numbered(5)...), Skip: func(sluice.Position) bool { return true }})
-	if _, err := r.Next(t.Context()); err != io.EOF {
+	if _, err := r.Next(t.Context()); !errors.Is(err, io.EOF) {
 		t.Fatalf("got %v, want io.EOF", err)
 	}
 }
@@ -630,7 +651,7 @@ func TestACancelledNextLosesNothing(t *testing.T) {
 		}
 		return false
 	}})
-	if _, err := r.Next(ctx); err != context.Canceled {
+	if _, err := r.Next(ctx); !errors.Is(err, context.Canceled) {
 		t.Fatalf("got %v, want context.Canceled", err)
 	}
 	equal(t, "rows", firstIDs(drain(t, r)), []int64{0, 1, 2, 3, 4, 5, 6, 7, 8, 9})
@@ -985,7 +1006,7 @@ func TestReportsNameTheLineWhateverTheOrder(t *testing.T) {
 		o := drawOptions(t)
 		o.FS, o.Files = fsys, names
 		var got []string
-		o.OnSkip = func(err error) { got = append(got, err.(*sluice.Error).Subject) }
+		o.OnSkip = func(err error) { e, _ := errors.AsType[*sluice.Error](err); got = append(got, e.Subject) }
 		readAll(t, o)
 		var want []string
 		for _, name := range names {

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strconv"
@@ -41,7 +42,7 @@ type joined struct {
 
 // PadTo joins samples along the batch axis and pads every feature at the right end of S with zeros, to the longest sample, rounded up to a multiple (of 1 if it is 0).
 // All samples must have the same features. One sample that needs neither shift nor padding is handed on without a copy.
-func PadTo(multiple int64) Collator { return padTo{max(multiple, 1)} }
+func PadTo(multiple int64) Collator { return padTo{multiple} }
 
 // PackOptions bound the rows that [Pack] makes.
 type PackOptions struct {
@@ -52,7 +53,7 @@ type PackOptions struct {
 // Pack puts the real tokens of several samples into one row, in order, and opens another row where MaxTokens would be exceeded. position_ids restart with every document, seq_lens
 // lists the documents, filled up with zeros, and doc_remaining counts the real tokens that a document still has behind each one. Each row of a sample
 // is shifted by itself before it is packed. The schema must have the packing features; samples may be packed already.
-func Pack(o PackOptions) Collator { return pack{max(o.MaxTokens, 0), max(o.Multiple, 1)} }
+func Pack(o PackOptions) Collator { return pack{o.MaxTokens, o.Multiple} }
 
 // CollateFunc joins samples by a function. Their features are shifted already, so nothing is left to do wrong; they may be changed, and end with the batch.
 func CollateFunc(f func(samples []Sample) ([]sluice.Feature, error)) Collator { return collateFunc{f} }
@@ -121,6 +122,9 @@ func shifts(s *sluice.Schema) bool {
 	return slices.ContainsFunc(s.Features, func(f sluice.SchemaFeature) bool { return f.Shift })
 }
 
+// ofOneSample are attributes that differ from sample to sample, whatever the schema says of them.
+var ofOneSample = []string{"shift", "source", "ids", "supervised_tokens", "row_lengths"}
+
 // identity is what all samples of a run have in common.
 type identity struct {
 	values map[string]string
@@ -131,7 +135,7 @@ type identity struct {
 func (id *identity) check(schema *sluice.Schema, r sluice.Ref) error {
 	names := []string{"target", "tokenizer"}
 	for i := range schema.Attributes {
-		if n := schema.Attributes[i].Name; n != "shift" && !slices.Contains(names, n) {
+		if n := schema.Attributes[i].Name; !slices.Contains(ofOneSample, n) && !slices.Contains(names, n) {
 			names = append(names, n)
 		}
 	}
@@ -185,6 +189,9 @@ func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
 		return nil, bad("says shift %s, and its features were shifted since; a second shift would misalign them", said)
 	}
 	it.shift = said == "0" && shifts(schema)
+	if err := checkNorm(schema, s, bad); err != nil {
+		return nil, err
+	}
 	for i := range s.Features {
 		if f := schema.Feature(s.Features[i].Name); len(f.Axes) > 1 && f.Axes[0] == "B" && f.Axes[1] == "S" {
 			it.rows, it.cols = s.Features[i].Shape[0], s.Features[i].Shape[1]
@@ -197,7 +204,26 @@ func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
 	return it, it.readDocs(schema, bad)
 }
 
-// readDocs reads the documents of packed rows.
+// checkNorm compares the norm state that the ref speaks of with the one that the schema gives the feature: the head, or the loss, would be fed with the wrong states
+// otherwise. A ref that has both states can't say which one it speaks of.
+func checkNorm(schema *sluice.Schema, s *Sample, bad func(string, ...any) error) error {
+	said, ok := s.Ref.Attribute("last_norm")
+	if !ok {
+		return nil
+	}
+	var last []*sluice.SchemaFeature
+	for i := range s.Features {
+		if f := schema.Feature(s.Features[i].Name); f.From == sluice.RoleLast {
+			last = append(last, f)
+		}
+	}
+	if len(last) == 1 && said != string(last[0].Norm) {
+		return bad("attribute \"last_norm\" is %q, want %q for %s", said, last[0].Norm, last[0].Name)
+	}
+	return nil
+}
+
+// readDocs reads the documents of packed rows. Upstream counts the padding of a row to its last document; where an attention mask tells them apart, that is undone.
 func (it *item) readDocs(schema *sluice.Schema, bad func(string, ...any) error) error {
 	f := schema.Role(sluice.RoleSeqLens)
 	if f == nil {
@@ -211,16 +237,30 @@ func (it *item) readDocs(schema *sluice.Schema, bad func(string, ...any) error) 
 		return bad("%s is %s, want int64 [%d,docs]", f.Name, t.Spec, it.rows)
 	}
 	lens, width := int64s(t), t.Shape[1]
+	var mask []int64
+	if f := schema.Role(sluice.RoleAttentionMask); f != nil {
+		if t, ok := it.s.Feature(f.Name); ok && t.DType == sluice.Int64 {
+			mask = int64s(t)
+		}
+	}
 	for r := range it.rows {
 		var row []int64
-		left := it.cols
+		left, real := it.cols, it.cols
+		if mask != nil {
+			real = 0
+			for _, v := range mask[r*it.cols : (r+1)*it.cols] {
+				real += v
+			}
+		}
 		for _, n := range lens[r*width : (r+1)*width] {
 			if n < 0 || n > left {
 				return bad("%s of row %d has the length %d where %d of %d tokens are left", f.Name, r, n, left, it.cols)
 			}
-			if left -= n; n > 0 {
+			left -= n
+			if n = min(n, real); n > 0 {
 				row = append(row, n)
 			}
+			real -= n
 		}
 		it.docs = append(it.docs, row)
 	}
@@ -344,7 +384,20 @@ func grows(f *sluice.SchemaFeature) int {
 	return slices.Index(f.Axes, "S")
 }
 
-func (p padTo) check(*sluice.Schema) error { return nil }
+func (p padTo) check(*sluice.Schema) error { return notNegative("stream: pad", "multiple", p.multiple) }
+
+func notNegative(op, field string, v int64) error {
+	if v < 0 {
+		return &sluice.Error{Kind: sluice.Invalid, Op: op, Subject: field, Detail: fmt.Sprintf("is %d, want 0 or more", v)}
+	}
+	return nil
+}
+
+// upTo rounds n up to a multiple, of 1 if it is 0.
+func upTo(n, multiple int64) int64 {
+	multiple = max(multiple, 1)
+	return (n + multiple - 1) / multiple * multiple
+}
 
 func (p padTo) join(schema *sluice.Schema, items []*item) (*joined, error) {
 	first := items[0].s
@@ -358,7 +411,7 @@ func (p padTo) join(schema *sluice.Schema, items []*item) (*joined, error) {
 			return nil, &itemError{i, err}
 		}
 	}
-	cols = (cols + p.multiple - 1) / p.multiple * p.multiple
+	cols = upTo(cols, p.multiple)
 	for k := range first.Features {
 		f := schema.Feature(first.Features[k].Name)
 		t, shared, err := p.joinFeature(f, k, items, cols)
@@ -469,6 +522,9 @@ func (p pack) check(schema *sluice.Schema) error {
 	bad := func(what, detail string) error {
 		return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: pack", Subject: what, Detail: detail}
 	}
+	if err := cmp.Or(notNegative("stream: pack", "MaxTokens", p.maxTokens), notNegative("stream: pack", "Multiple", p.multiple)); err != nil {
+		return err
+	}
 	for _, r := range []sluice.Role{sluice.RolePositionIDs, sluice.RoleSeqLens, sluice.RoleDocRemaining} {
 		f := schema.Role(r)
 		if f == nil || !slices.Contains(schema.Packing, f.Name) {
@@ -480,6 +536,13 @@ func (p pack) check(schema *sluice.Schema) error {
 	}
 	for i := range schema.Features {
 		f := &schema.Features[i]
+		switch f.From {
+		case sluice.RolePositionIDs, sluice.RoleSeqLens, sluice.RoleDocRemaining:
+		default:
+			if slices.Contains(schema.Packing, f.Name) {
+				return bad(f.Name, "is a packing feature of the schema "+string(schema.Name)+", and nothing says how it is made of several samples")
+			}
+		}
 		if f.From != sluice.RoleSeqLens && (len(f.Axes) < 2 || f.Axes[0] != "B" || f.Axes[1] != "S") {
 			return bad(f.Name, fmt.Sprintf("has the axes %v, want [B,S,...]", f.Axes))
 		}
@@ -583,7 +646,7 @@ func (p pack) lay(schema *sluice.Schema, items []*item, places [][2]int64) (segm
 	if len(segments) == 0 {
 		return nil, 0, 0, 0, &itemError{0, &sluice.Error{Kind: sluice.SchemaError, Op: "stream: pack", Subject: items[0].s.Ref.SampleID(), Detail: "has no real token, and nor have the others of its batch"}}
 	}
-	cols = (cols + p.multiple - 1) / p.multiple * p.multiple
+	cols = upTo(cols, p.multiple)
 	return segments, row + 1, cols, docs, nil
 }
 
@@ -648,7 +711,7 @@ func (c collateFunc) join(schema *sluice.Schema, items []*item) (*joined, error)
 		return nil, err
 	}
 	for i := range out {
-		if err := out[i].Tensor.Validate(); err != nil {
+		if err := out[i].Validate(); err != nil {
 			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "stream: collate function", Subject: out[i].Name, Err: err}
 		}
 	}

@@ -123,13 +123,144 @@ func TestASecondShiftIsAnError(t *testing.T) {
 func TestWhatMustNotBeMixedIsNamedTwice(t *testing.T) {
 	t.Parallel()
 	a := sampleOf(t, "first", []int64{0, 1}, nil, []int64{1, 2})
-	for attr, v := range map[string]string{"target": "t2", "tokenizer": "k2", "aux_layers": "hf:1,2,4", "last_norm": "pre"} {
+	for attr, v := range map[string]string{"target": "t2", "tokenizer": "k2", "aux_layers": "hf:1,2,4"} {
 		b := sampleOf(t, "second", []int64{0, 1}, func(x *sluice.Sample) { x.Attributes[attr] = v }, []int64{1, 2})
 		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{a, b})
 		wantKind(t, err, sluice.ErrSchema)
-		if err != nil && !(strings.Contains(err.Error(), "first") && strings.Contains(err.Error(), "second") && strings.Contains(err.Error(), v)) {
-			t.Errorf("error %q does not name both", err)
+		for _, part := range []string{"first", "second", v} {
+			if err != nil && !strings.Contains(err.Error(), part) {
+				t.Errorf("error %q does not name %s", err, part)
+			}
 		}
+	}
+}
+
+func TestStatesOfAnotherNormThanTheSchemasAreRefused(t *testing.T) {
+	t.Parallel()
+	s := sampleOf(t, "s", []int64{0, 1}, func(x *sluice.Sample) { x.Attributes["last_norm"] = "pre" }, []int64{1, 2})
+	_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{s})
+	wantKind(t, err, sluice.ErrSchema)
+	for _, part := range []string{`"s"`, "last_norm", "pre", "post", "last_hidden_states"} {
+		if err != nil && !strings.Contains(err.Error(), part) {
+			t.Errorf("error %q does not name %s", err, part)
+		}
+	}
+}
+
+func TestAttributesOfOneSampleMayDifferInABatchThoughTheSchemaAsksForThem(t *testing.T) {
+	t.Parallel()
+	s, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"ids","from":"input_ids","axes":["B","S"],"dtypes":["int64"],"required":true}],
+		"attributes":[{"name":"shift","required":true},{"name":"source","required":true},{"name":"ids","required":true},{"name":"supervised_tokens","required":true},{"name":"row_lengths","required":true}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var samples []Sample
+	for i := range 2 {
+		v := fmt.Sprint(i)
+		x := &sluice.Sample{SampleID: "s" + v, RunID: "r", Algorithm: "x", SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "source": "set@0/" + v, "ids": v, "supervised_tokens": v, "row_lengths": "2"},
+			Features: []sluice.Feature{{Name: "ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
+		samples = append(samples, Sample{Ref: refOf(t, x), Features: x.Features})
+	}
+	if _, err := Collate(s, PadTo(0), samples); err != nil {
+		t.Error(err)
+	}
+}
+
+// packedOf makes an eagle3 sample of one packed row of the given lengths, of which so many tokens are attended.
+func packedOf(t testing.TB, shift string, attended int, lens []int64, ids ...int64) Sample {
+	t.Helper()
+	loss := make([]int64, len(ids))
+	return sampleOf(t, "p", loss, func(x *sluice.Sample) {
+		x.Attributes["shift"] = shift
+		clear(sluice.View[int64](x.Features[2].Tensor)[attended:])
+		n := int64(len(ids))
+		x.Features = append(x.Features, sluice.Feature{Name: "position_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, n)},
+			sluice.Feature{Name: "seq_lens", Tensor: sluice.TensorOf(sluice.Int64, lens, 1, int64(len(lens)))}, sluice.Feature{Name: "doc_remaining", Tensor: sluice.NewTensor(sluice.Int64, 1, n)})
+	}, ids)
+}
+
+// Upstream folds a row's padding into its last document: seq_lens add up to the row's width.
+func TestPaddingThatWasCountedToADocumentIsNotPacked(t *testing.T) {
+	t.Parallel()
+	b := mustCollate(t, Pack(PackOptions{}), packedOf(t, "1", 5, []int64{2, 6}, 1, 2, 3, 4, 5, 0, 0, 0), packedOf(t, "1", 2, []int64{2}, 6, 7))
+	for name, want := range map[string][]int64{
+		"input_ids": {1, 2, 3, 4, 5, 6, 7}, "attention_mask": {1, 1, 1, 1, 1, 1, 1}, "position_ids": {0, 1, 0, 1, 2, 0, 1},
+		"seq_lens": {2, 3, 2}, "doc_remaining": {1, 0, 2, 1, 0, 1, 0},
+	} {
+		if got := ints(t, b, name); !slices.Equal(got, want) {
+			t.Errorf("%s is %v, want %v", name, got, want)
+		}
+	}
+}
+
+func TestLengthsThatDoNotFitTheirRowAreRefused(t *testing.T) {
+	t.Parallel()
+	for _, lens := range [][]int64{{2, 3}, {-1, 2}} {
+		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{packedOf(t, "0", 4, lens, 1, 2, 3, 4)})
+		wantKind(t, err, sluice.ErrSchema)
+		if err != nil && !strings.Contains(err.Error(), "seq_lens of row 0") {
+			t.Errorf("error %q", err)
+		}
+	}
+}
+
+func TestARowWithoutARealTokenTakesNoPlace(t *testing.T) {
+	t.Parallel()
+	empty := sampleOf(t, "e", []int64{0, 0}, func(x *sluice.Sample) { clear(x.Features[2].Data) }, []int64{8, 9})
+	b := mustCollate(t, Pack(PackOptions{}), sampleOf(t, "a", []int64{0, 1}, nil, []int64{1, 2}), empty, sampleOf(t, "b", []int64{0, 1}, nil, []int64{3, 4}))
+	if got := ints(t, b, "seq_lens"); !slices.Equal(got, []int64{2, 2}) {
+		t.Errorf("seq_lens %v", got)
+	}
+	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{empty})
+	wantKind(t, err, sluice.ErrSchema)
+}
+
+// A feature in a mapped file may begin anywhere.
+func TestFeaturesNeedNotBeAligned(t *testing.T) {
+	t.Parallel()
+	for _, c := range []Collator{PadTo(4), Pack(PackOptions{})} {
+		s := packedOf(t, "0", 4, []int64{2, 2}, 1, 2, 3, 4)
+		want := mustCollate(t, c, s)
+		for i := range s.Features {
+			data := append([]byte{0}, s.Features[i].Data...)
+			s.Features[i].Data = data[1:]
+		}
+		got := mustCollate(t, c, s)
+		for _, f := range want.Features {
+			if x, _ := got.Feature(f.Name); !bytes.Equal(x.Data, f.Data) {
+				t.Errorf("%s differs", f.Name)
+			}
+		}
+	}
+}
+
+func TestNegativeSizesAreRefusedByName(t *testing.T) {
+	t.Parallel()
+	for field, c := range map[string]Collator{"multiple": PadTo(-4), "MaxTokens": Pack(PackOptions{MaxTokens: -1}), "Multiple": Pack(PackOptions{Multiple: -1})} {
+		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{sampleOf(t, "s", []int64{0, 1}, nil, []int64{1, 2})})
+		wantKind(t, err, sluice.ErrInvalid)
+		if err != nil && !strings.Contains(err.Error(), field) {
+			t.Errorf("error %q does not name %s", err, field)
+		}
+	}
+}
+
+func TestPackingRefusesAPackingFeatureThatItWouldLose(t *testing.T) {
+	t.Parallel()
+	s, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[
+		{"name":"ids","from":"input_ids","axes":["B","S"],"dtypes":["int64"],"required":true},
+		{"name":"pos","from":"position_ids","axes":["B","S"],"dtypes":["int64"]},
+		{"name":"lens","from":"seq_lens","axes":["B","docs"],"dtypes":["int64"]},
+		{"name":"left","from":"doc_remaining","axes":["B","S"],"dtypes":["int64"]},
+		{"name":"tree","axes":["B","S"],"dtypes":["int64"]}],
+		"packing":["pos","lens","left","tree"],"attributes":[{"name":"shift","required":true}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = NewLoader(LoaderConfig{Queue: newQueue(newStore(t, 1)), Store: newStore(t, 1), Schema: s, Collate: Pack(PackOptions{})})
+	wantKind(t, err, sluice.ErrSchema)
+	if err != nil && !strings.Contains(err.Error(), "tree") {
+		t.Errorf("error %q does not name the feature", err)
 	}
 }
 

@@ -100,6 +100,18 @@ func cleanup(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), cleanupTime)
 }
 
+// insist does work that has to be done although ctx has ended, and repeats it while the other side is unavailable, for as long as cleanup allows.
+func insist(ctx context.Context, f func(ctx context.Context) error) error {
+	ctx, cancel := cleanup(ctx)
+	defer cancel()
+	for try := 1; ; try++ {
+		err := f(ctx)
+		if !errors.Is(err, sluice.ErrUnavailable) || !sleep(ctx, sluice.SystemClock{}, backoff(try)) {
+			return err
+		}
+	}
+}
+
 // guard calls f, code that is not ours, and turns a panic into an error that says where it began.
 func guard(kind sluice.Kind, op string, f func() error) (err error) {
 	defer func() {

@@ -1,7 +1,6 @@
 package stream
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -95,7 +94,7 @@ func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 	id := requestID("acquire")
 	for try := 1; ; {
 		l.mu.Lock()
-		fatal := l.fatal
+		fatal, moves := l.fatal, l.moves
 		l.mu.Unlock()
 		if fatal != nil {
 			return nil, made{err: fatal}
@@ -109,9 +108,9 @@ func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 		case l.ctx.Err() != nil:
 			return nil, made{err: errLoaderClosed}
 		case err == nil && d.End:
-			m := made{end: true, held: l.heldCount() > 0, err: io.EOF}
+			m := made{end: true, moves: moves, err: io.EOF}
 			if d.Cause != nil {
-				m.err = fmt.Errorf("stream: loader: the stream was cut off: %w", d.Cause)
+				m.err = cutOff(d.Cause)
 			}
 			return nil, m
 		case err == nil:
@@ -151,17 +150,24 @@ func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 	}
 }
 
+// cutOff is the error of a stream that was closed with a cause. It must never pass for io.EOF, whatever the producer stumbled over.
+func cutOff(cause error) error {
+	const what = "stream: loader: the stream was cut off"
+	if errors.Is(cause, io.EOF) {
+		return fmt.Errorf("%s: %s", what, cause.Error())
+	}
+	return fmt.Errorf("%s: %w", what, cause)
+}
+
 // await waits until something was settled, Next began to wait, or d has passed.
 func (l *Loader) await(d time.Duration) {
-	ctx, cancel := context.WithCancel(l.ctx)
-	defer cancel()
 	done := make(chan struct{})
 	stop := l.clock.AfterFunc(d, func() { close(done) })
 	defer stop()
 	select {
 	case <-done:
 	case <-l.settled:
-	case <-ctx.Done():
+	case <-l.ctx.Done():
 	}
 }
 
@@ -375,6 +381,9 @@ func (l *Loader) renewOnce() {
 		}
 	}
 	l.stats.Lost += int64(lost)
+	if lost > 0 {
+		l.moves++
+	}
 	l.mu.Unlock()
 	if lost > 0 {
 		l.emit(Event{Kind: LeaseLost, Op: "renew", Count: lost})

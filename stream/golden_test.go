@@ -103,7 +103,7 @@ func (r *recorded) Forward(_ context.Context, _ *sluice.PromptBatch, w sluice.Wa
 // same compares bit for bit; probabilities to 1e-6 of their value.
 func same(t *testing.T, what string, got, want sluice.Tensor) {
 	t.Helper()
-	if !got.Spec.Equal(want.Spec) {
+	if !got.Equal(want.Spec) {
 		t.Errorf("%s is %s, want %s", what, got.Spec, want.Spec)
 		return
 	}

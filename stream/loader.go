@@ -101,7 +101,8 @@ type Loader struct {
 	life     time.Duration // shortest time that a lease was given
 	lastCall time.Time
 	calling  int
-	waiting  bool // Next waits for a batch
+	waiting  bool  // Next waits for a batch
+	moves    int64 // times that leases ended: an end that was seen before may be none since
 	closing  bool
 	fatal    error // why nothing more is acquired: a newer incarnation took over, or a callback panicked
 	stats    LoaderStats
@@ -128,7 +129,7 @@ type made struct {
 	batch *Batch
 	err   error
 	end   bool
-	held  bool // at the end: leases were held, so that it is the end only if they are acknowledged
+	moves int64 // at the end: the Loader's moves before the queue was asked
 }
 
 // LoaderStats count since the Loader was made.
@@ -302,7 +303,7 @@ func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 	}
 	l.letGo()
 	if l.cfg.Ack == AckOnNext {
-		if err := l.settleOpen(ctx, sluice.Ack, ""); err != nil {
+		if err := l.ackOpen(ctx); err != nil {
 			return nil, err
 		}
 	}
@@ -341,8 +342,8 @@ func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 			}
 			l.handOut(m.batch)
 			return m.batch, nil
-		case m.end && m.held && l.heldCount() == 0:
-			// It was the end for one that held leases. Now that they are settled, only the queue knows whether other consumers' may come back.
+		case m.end && m.moves != l.moved():
+			// It was the end for one that held leases which have ended since, and may have been failed. Only the queue knows whether they or other consumers' come back.
 			continue
 		}
 		return nil, m.err
@@ -355,7 +356,7 @@ func (l *Loader) All(ctx context.Context) iter.Seq2[*Batch, error] {
 	return func(yield func(*Batch, error) bool) {
 		for {
 			b, err := l.Next(ctx)
-			if err == io.EOF {
+			if err == io.EOF { //nolint:errorlint // an error that wraps io.EOF is no end
 				return
 			}
 			if err != nil {
@@ -391,7 +392,7 @@ func (l *Loader) ConsumeNow(ctx context.Context) error {
 		if l.cfg.Ack != AckOnNext {
 			return nil
 		}
-		return l.settleOpen(ctx, sluice.Ack, "")
+		return l.ackOpen(ctx)
 	})
 }
 
@@ -401,7 +402,7 @@ func (l *Loader) Step(ctx context.Context) error {
 	return l.do(ctx, func(ctx context.Context) error {
 		l.letGo()
 		if l.cfg.Ack != AckOnCheckpoint {
-			return l.settleOpen(ctx, sluice.Ack, "")
+			return l.ackOpen(ctx)
 		}
 		for _, b := range l.open {
 			b.stepped = true
@@ -414,7 +415,7 @@ func (l *Loader) Step(ctx context.Context) error {
 func (l *Loader) Checkpoint(ctx context.Context) error {
 	return l.do(ctx, func(ctx context.Context) error {
 		l.letGo()
-		return l.settleOpen(ctx, sluice.Ack, "")
+		return l.ackOpen(ctx)
 	})
 }
 
@@ -510,7 +511,7 @@ func (l *Loader) CloseWithError(ctx context.Context, cause error) error {
 	case l.cause != nil:
 		err = l.failOpen(ctx, l.cause)
 	case l.cfg.Ack == AckOnNext:
-		err = l.settleOpen(ctx, sluice.Ack, "")
+		err = l.ackOpen(ctx)
 	}
 	if err == nil {
 		err = l.settle(ctx, l.heldIDs(), sluice.Return, "")
@@ -539,6 +540,12 @@ func (l *Loader) isClosing() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.closing
+}
+
+func (l *Loader) moved() int64 {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.moves
 }
 
 func (l *Loader) heldCount() int {
@@ -634,9 +641,9 @@ func idsOf(pieces []*piece) []sluice.LeaseID {
 	return ids
 }
 
-// settleOpen settles all batches that were pulled.
-func (l *Loader) settleOpen(ctx context.Context, v sluice.Verdict, reason string) error {
-	return l.settleBatches(ctx, v, reason, func(*Batch) bool { return true })
+// ackOpen acknowledges all batches that were pulled.
+func (l *Loader) ackOpen(ctx context.Context) error {
+	return l.settleBatches(ctx, sluice.Ack, "", func(*Batch) bool { return true })
 }
 
 func (l *Loader) failOpen(ctx context.Context, cause error) error {
@@ -684,6 +691,7 @@ func (l *Loader) settle(ctx context.Context, ids []sluice.LeaseID, v sluice.Verd
 	}
 	stale := 0
 	l.mu.Lock()
+	l.moves++
 	for _, id := range ids {
 		delete(l.held, id)
 	}

@@ -3,9 +3,11 @@ package stream
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -169,7 +171,7 @@ func TestCheckpointAcknowledgesAllSinceTheLastOne(t *testing.T) {
 		for range 4 {
 			next(t, l)
 		}
-		if _, err := l.Next(t.Context()); err != io.EOF {
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Errorf("the end with open leases: %v", err)
 		}
 		if err := l.Checkpoint(t.Context()); err != nil {
@@ -271,15 +273,192 @@ func TestAFailedBatchComesAgainBeforeTheEnd(t *testing.T) {
 		if b.Samples[0].Ref.SampleID() != refs[1].SampleID() || b.Samples[0].Redelivery != 1 {
 			t.Errorf("got %s, redelivery %d", b.Samples[0].Ref.SampleID(), b.Samples[0].Redelivery)
 		}
-		if _, err := l.Next(t.Context()); err != io.EOF {
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Errorf("error %v, want EOF", err)
 		}
-		if _, err := l.Next(t.Context()); err != io.EOF {
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Errorf("error %v, want EOF again", err)
 		}
 		if s := l.Stats(); s.Redelivered != 1 {
 			t.Errorf("stats %+v", s)
 		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+// emptyQueue answers that there is nothing yet, at once.
+type emptyQueue struct {
+	*fakeQueue
+	asked *atomic.Int64
+}
+
+func (q emptyQueue) Acquire(context.Context, sluice.AcquireRequest) (sluice.Delivery, error) {
+	q.asked.Add(1)
+	return sluice.Delivery{}, nil
+}
+
+func TestAQueueThatHasNothingYetIsNotSpunOn(t *testing.T) {
+	t.Parallel()
+	bubble(t, 0, func(t *testing.T, r *rig, _ []sluice.Ref) {
+		var asked atomic.Int64
+		l := r.loader(t, func(c *LoaderConfig) { c.Queue = emptyQueue{r.queue, &asked} })
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err := l.Next(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("error %v", err)
+		}
+		if n := asked.Load(); n < 2 || n > 25 {
+			t.Errorf("asked %d times in a second", n)
+		}
+		closeLoader(t, l)
+	})
+}
+
+func TestALoadersPatienceWithItsQueueEnds(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, _ []sluice.Ref) {
+		begin := time.Now()
+		r.queue.beforeAcquire = func() error {
+			if time.Since(begin) < 2*time.Minute {
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		l := r.loader(t, func(c *LoaderConfig) { c.Patience, c.Prefetch = time.Minute, -1 })
+		_, err := l.Next(t.Context())
+		wantKind(t, err, sluice.ErrUnavailable)
+		if took := time.Since(begin); took < time.Minute || took > 70*time.Second {
+			t.Errorf("gave up after %v", took)
+		}
+		time.Sleep(time.Minute)
+		next(t, l)
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestARenewalThatFailsIsTriedAgainAndOneThatIsStaleEndsTheLoader(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, _ []sluice.Ref) {
+		begin := time.Now()
+		r.queue.beforeRenew = func() error {
+			switch since := time.Since(begin); {
+			case since < 11*time.Second:
+				return sluice.ErrUnavailable
+			case since > 51*time.Second:
+				return sluice.ErrStale
+			}
+			return nil
+		}
+		r.queue.beforeAcquire = func() error {
+			if time.Since(begin) > 51*time.Second {
+				return sluice.ErrStale
+			}
+			return nil
+		}
+		var mu sync.Mutex
+		var events []Event
+		l := r.loader(t, func(c *LoaderConfig) {
+			c.Prefetch, c.OnEvent = -1, func(e Event) { mu.Lock(); events = append(events, e); mu.Unlock() }
+		})
+		next(t, l)
+		time.Sleep(51 * time.Second)
+		synctest.Wait()
+		mu.Lock()
+		if s := l.Stats(); s.Held != 1 || s.Lost != 0 || len(events) != 1 || events[0].Op != "renew" {
+			t.Errorf("stats %+v, events %v", s, events)
+		}
+		mu.Unlock()
+		time.Sleep(11 * time.Second)
+		synctest.Wait()
+		if s := l.Stats(); s.Held != 0 || s.Lost != 1 {
+			t.Errorf("stats %+v", s)
+		}
+		if _, err := l.Next(t.Context()); !errors.Is(err, sluice.ErrStale) {
+			t.Errorf("error %v, want ErrStale", err)
+		}
+		closeLoader(t, l)
+	})
+}
+
+// stuckStore keeps its pins.
+type stuckStore struct{ *fakeStore }
+
+func (s stuckStore) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error) {
+	x, err := s.fakeStore.Get(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	return sluice.NewTensors(s, x.Handle, x.Features, x.Close), nil
+}
+
+func (s stuckStore) Release(context.Context, sluice.Handle) error { return sluice.ErrUnavailable }
+
+func TestAPinThatCannotBeGivenUpIsReported(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		var events []Event
+		l := r.loader(t, func(c *LoaderConfig) {
+			c.Store, c.OnEvent = stuckStore{r.store}, func(e Event) { events = append(events, e) }
+		})
+		next(t, l)
+		closeLoader(t, l)
+		if len(events) != 1 || events[0].Kind != Unreleased || events[0].SampleID != refs[0].SampleID() || r.store.mapped != 0 {
+			t.Errorf("events %v, %d mappings", events, r.store.mapped)
+		}
+	})
+}
+
+func TestACauseThatWrapsEOFIsNoCleanEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		_ = r.queue.Close(t.Context(), fmt.Errorf("read prompts: %w", io.EOF))
+		l := r.loader(t, nil)
+		_, err := l.Next(t.Context())
+		if err == nil || errors.Is(err, io.EOF) || !strings.Contains(err.Error(), "read prompts: EOF") {
+			t.Errorf("error %v, want the cause", err)
+		}
+		n := 0
+		for _, err := range l.All(t.Context()) {
+			if n++; err == nil || errors.Is(err, io.EOF) {
+				t.Errorf("error %v, want the cause", err)
+			}
+		}
+		if n != 1 {
+			t.Errorf("%d elements, want the error", n)
+		}
+		closeLoader(t, l)
+	})
+}
+
+// Prefetching sees the end more than once. What it saw before a batch was failed must not hide that the batch comes again, although other leases are still held.
+func TestAnEndSeenBeforeAFailureIsNone(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Ack, c.Prefetch = AckOnCheckpoint, 2 })
+		next(t, l)
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		next(t, l)
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
+			t.Fatalf("error %v, want the end", err)
+		}
+		synctest.Wait()
+		if err := l.Fail(t.Context(), errors.New("x")); err != nil {
+			t.Fatal(err)
+		}
+		if b := next(t, l); b.Samples[0].Ref.SampleID() != refs[1].SampleID() || b.Samples[0].Redelivery != 1 {
+			t.Errorf("got %+v", b.Samples[0])
+		}
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
+			t.Errorf("error %v, want the end", err)
+		}
+		if err := l.Checkpoint(t.Context()); err != nil {
+			t.Error(err)
+		}
+		closeLoader(t, l)
 		clean(t, r.store, r.queue)
 	})
 }
@@ -516,7 +695,7 @@ func TestBadSamplesEndAsFailedLeases(t *testing.T) {
 				var failed error
 				for {
 					b, err := l.Next(t.Context())
-					if err == io.EOF {
+					if errors.Is(err, io.EOF) {
 						break
 					}
 					if err != nil {
@@ -716,7 +895,7 @@ func TestACancelledPullLosesNothing(t *testing.T) {
 		for range 3 {
 			next(t, l)
 		}
-		if _, err := l.Next(t.Context()); err != io.EOF {
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Error(err)
 		}
 		closeLoader(t, l)
@@ -802,7 +981,7 @@ func TestAPanicInTheLoadersCallbackIsAnError(t *testing.T) {
 		for err == nil {
 			_, err = l.Next(t.Context())
 		}
-		if err == io.EOF || !strings.Contains(err.Error(), "ouch") || !strings.Contains(err.Error(), "loader_test.go") {
+		if errors.Is(err, io.EOF) || !strings.Contains(err.Error(), "ouch") || !strings.Contains(err.Error(), "loader_test.go") {
 			t.Errorf("error %v, want the panic and where it began", err)
 		}
 		closeLoader(t, l)
@@ -836,7 +1015,7 @@ func TestAWedgeThatTheTrainerCanEndIsNone(t *testing.T) {
 			next(t, l)
 			time.Sleep(20 * time.Minute)
 		}
-		if _, err := l.Next(t.Context()); err != io.EOF {
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
 			t.Error(err)
 		}
 		closeLoader(t, l)

@@ -126,7 +126,7 @@ func NewPipeline(p *Producer, q sluice.Queue, source Source, opts *PipelineOptio
 		o.Clock = sluice.SystemClock{}
 	}
 	pl.clock = o.Clock
-	p.named()
+	p.join(q)
 	return pl, nil
 }
 
@@ -181,11 +181,12 @@ func (p *Pipeline) run(outer, all, pull context.Context) {
 			p.fail(err)
 		}
 	}
-	p.finish(outer)
+	p.finish(outer, all)
 }
 
-// finish tells the queue how it ended.
-func (p *Pipeline) finish(outer context.Context) {
+// finish tells the queue how it ended. While nothing has ended the pipeline but its source it asks for as long as Patience lasts, like any other call; then, and behind an error or a
+// stop, only for as long as clean-up may take.
+func (p *Pipeline) finish(outer, all context.Context) {
 	p.mu.Lock()
 	if p.err == nil && outer.Err() != nil && !p.stopping && !p.over {
 		p.err = context.Cause(outer)
@@ -199,9 +200,16 @@ func (p *Pipeline) finish(outer context.Context) {
 	if err != nil {
 		r.State, r.Cause = sluice.ProducerFailed, limit(err.Error(), 4096)
 	}
-	ctx, cancel := cleanup(outer)
-	defer cancel()
-	if rerr := p.report(ctx, r, err == nil); rerr != nil && !errors.Is(rerr, sluice.ErrClosed) && err == nil {
+	rerr := all.Err()
+	if rerr == nil {
+		rerr = p.report(all, r, true)
+	}
+	if all.Err() != nil && rerr != nil {
+		ctx, cancel := cleanup(outer)
+		defer cancel()
+		rerr = p.report(ctx, r, true)
+	}
+	if rerr != nil && !errors.Is(rerr, sluice.ErrClosed) && err == nil {
 		p.fail(rerr)
 	}
 }
@@ -263,7 +271,7 @@ func (p *Pipeline) work(all, pull context.Context) {
 		case err == nil && b != nil: // a batch that was pulled is in work, whatever became of the source since
 		case pull.Err() != nil:
 			return
-		case err == io.EOF || err == nil && b == nil:
+		case err == io.EOF || err == nil && b == nil: //nolint:errorlint // an error that wraps io.EOF is no end
 			if !p.opts.KeepPolling {
 				p.mu.Lock()
 				p.over = true
@@ -346,8 +354,11 @@ func (p *Pipeline) again() retrier {
 			last, begin, try = op, p.clock.Now(), 0
 		}
 		try++
-		// A wedge is for the consumers to end, and a trainer that evaluates for an hour is none; the queue's status shows it all along.
-		if !errors.Is(err, sluice.ErrWedged) && p.clock.Now().Sub(begin) >= p.opts.Patience {
+		// A wedge is for the consumers to end, and a trainer that evaluates for an hour is none; the queue's status shows it all along. Whoever says
+		// wedged is there, so the time in which it was not begins anew.
+		if errors.Is(err, sluice.ErrWedged) {
+			begin = p.clock.Now()
+		} else if p.clock.Now().Sub(begin) >= p.opts.Patience {
 			return err
 		}
 		p.count(func(s *PipelineStats) { s.Retries++ })
@@ -389,9 +400,9 @@ func (p *Pipeline) enqueue(ctx context.Context, ref sluice.Ref, positions []slui
 
 // discard takes a sample out of the store whose put failed with cause. If the put got through all the same, the sample is claimed and stays: then it has succeeded.
 func (p *Pipeline) discard(ctx context.Context, ref sluice.Ref, cause error) error {
-	c, cancel := cleanup(ctx)
-	defer cancel()
-	err := guard(sluice.Invalid, "stream: pipeline: discard", func() error { return p.producer.Discard(c, ref) })
+	err := insist(ctx, func(ctx context.Context) error {
+		return guard(sluice.Invalid, "stream: pipeline: discard", func() error { return p.producer.Discard(ctx, ref) })
+	})
 	switch {
 	case errors.Is(err, sluice.ErrConflict):
 		p.count(func(s *PipelineStats) { s.Enqueued++ })

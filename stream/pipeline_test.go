@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -47,7 +48,7 @@ func TestAnExhaustedSourceIsACleanEnd(t *testing.T) {
 			t.Errorf("a second Start while it runs: %v", err)
 		}
 		ids, err := consume(t, r)
-		if err != io.EOF || len(ids) != 20 {
+		if !errors.Is(err, io.EOF) || len(ids) != 20 {
 			t.Errorf("%d samples, %v; want 20 and EOF", len(ids), err)
 		}
 		if err := p.Wait(t.Context()); err != nil {
@@ -99,7 +100,7 @@ func TestAProducersErrorReachesTheConsumer(t *testing.T) {
 					t.Fatal(err)
 				}
 				ids, err := consume(t, r)
-				if err == nil || err == io.EOF {
+				if err == nil || errors.Is(err, io.EOF) {
 					t.Errorf("the consumer got %v; a cut-off epoch must not look complete", err)
 				}
 				if made := int(r.producer.Stats().Samples); len(ids) != made {
@@ -400,7 +401,7 @@ func TestTransientErrorsAreRetriedAndReported(t *testing.T) {
 					if s := p.Stats(); s.Enqueued != 2 || s.Retries != 3 {
 						t.Errorf("stats %+v", s)
 					}
-					if _, err := consume(t, r); err != io.EOF {
+					if _, err := consume(t, r); !errors.Is(err, io.EOF) {
 						t.Error(err)
 					}
 					clean(t, r.store, r.queue)
@@ -423,6 +424,204 @@ func TestPatienceEnds(t *testing.T) {
 		wantKind(t, p.Wait(t.Context()), sluice.ErrUnavailable)
 		if took := time.Since(begin); took < time.Minute || took > 70*time.Second {
 			t.Errorf("gave up after %v", took)
+		}
+		clean(t, r.store, r.queue)
+	})
+}
+
+func TestImpossiblePipelinesAreRefusedByName(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, plenty, targettest.Options{}, nil)
+	for want, make := range map[string]func() (*Pipeline, error){
+		`"producer": is nil`: func() (*Pipeline, error) { return NewPipeline(nil, r.queue, batches(nil), nil) },
+		`"queue": is nil`:    func() (*Pipeline, error) { return NewPipeline(r.producer, nil, batches(nil), nil) },
+		`"source": is nil`:   func() (*Pipeline, error) { return NewPipeline(r.producer, r.queue, nil, nil) },
+		`Workers`: func() (*Pipeline, error) {
+			return NewPipeline(r.producer, r.queue, batches(nil), &PipelineOptions{Workers: -1})
+		},
+	} {
+		p, err := make()
+		wantKind(t, err, sluice.ErrInvalid)
+		if p != nil || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want %s in it", err, want)
+		}
+	}
+}
+
+// A remote tokenizer whose connection broke in the middle is no end of the prompts.
+func TestASourcesErrorThatWrapsEOFIsNoCleanEnd(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		p := r.pipeline(t, SourceFunc(func(context.Context) (*sluice.PromptBatch, error) { return nil, fmt.Errorf("tokenize: %w", io.EOF) }), PipelineOptions{})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(t.Context()); err == nil {
+			t.Error("no error")
+		}
+		if last := r.queue.lastReport(); last.State != sluice.ProducerFailed {
+			t.Errorf("the last report is %+v", last)
+		}
+	})
+}
+
+// A wedge may last; an outage behind it has a patience of its own.
+func TestAWedgeDoesNotUseUpPatience(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		begin := time.Now()
+		r.queue.beforeReserve = func() error {
+			switch since := time.Since(begin); {
+			case since < time.Hour:
+				return sluice.ErrWedged
+			case since < time.Hour+30*time.Second:
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		p := r.pipeline(t, batches(prompts(1)), PipelineOptions{Patience: time.Minute})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A service that restarts while the last report is due must not make a complete epoch a lost producer's.
+func TestTheLastReportHasPatience(t *testing.T) {
+	t.Parallel()
+	for _, state := range []sluice.ProducerState{sluice.ProducerDone, sluice.ProducerFailed} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			var away time.Time
+			source := batches(prompts(1))
+			p := r.pipeline(t, SourceFunc(func(ctx context.Context) (*sluice.PromptBatch, error) {
+				b, err := source.Next(ctx)
+				if err != nil {
+					away = time.Now()
+					if state == sluice.ProducerFailed {
+						err = errors.New("disk on fire")
+					}
+				}
+				return b, err
+			}), PipelineOptions{})
+			outage := map[sluice.ProducerState]time.Duration{sluice.ProducerDone: time.Minute, sluice.ProducerFailed: 3 * time.Second}[state]
+			r.queue.beforeReport = func() error {
+				if !away.IsZero() && time.Since(away) < outage {
+					return sluice.ErrUnavailable
+				}
+				return nil
+			}
+			if err := p.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Wait(t.Context()); (err == nil) != (state == sluice.ProducerDone) {
+				t.Errorf("error %v", err)
+			}
+			if last := r.queue.lastReport(); last.State != state {
+				t.Errorf("the last report is %+v, want %s", last, state)
+			}
+		})
+	}
+}
+
+func TestAStopEndsTheLastReport(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		p := r.pipeline(t, batches(nil), PipelineOptions{})
+		n := 0
+		r.queue.beforeReport = func() error {
+			if n++; n > 1 {
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Minute)
+		begin := time.Now()
+		wantKind(t, p.Stop(t.Context()), sluice.ErrUnavailable)
+		if took := time.Since(begin); took > 15*time.Second {
+			t.Errorf("Stop took %v", took)
+		}
+	})
+}
+
+// busyStore is away when it is asked to free something.
+type busyStore struct {
+	*fakeStore
+	aborts, unreserves int // calls that fail
+}
+
+func (s *busyStore) Abort(ctx context.Context, ref sluice.Ref) error {
+	if s.aborts > 0 {
+		s.aborts--
+		return sluice.ErrUnavailable
+	}
+	return s.fakeStore.Abort(ctx, ref)
+}
+
+func (s *busyStore) Unreserve(ctx context.Context, r sluice.Reservation) error {
+	if s.unreserves > 0 {
+		s.unreserves--
+		return sluice.ErrUnavailable
+	}
+	return s.fakeStore.Unreserve(ctx, r)
+}
+
+func TestAStoreThatIsAwayDuringCleanUpIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	for _, phase := range []string{"abort", "unreserve"} {
+		synctest.Test(t, func(t *testing.T) {
+			why := errors.New("no")
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			store := &busyStore{r.store, 2, 2}
+			if phase == "abort" {
+				r.queue.beforePut = func() error { return why }
+			} else {
+				r.store.beforePut = func(string) error { return why }
+			}
+			producer, err := NewProducer(ProducerConfig{Target: r.target, Store: store, Queue: r.queue, Schema: schema(t, sluice.EAGLE3), RunID: "r1"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer producer.Close()
+			p, err := NewPipeline(producer, r.queue, batches(prompts(1)), &PipelineOptions{OnEvent: quiet})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Wait(t.Context()); !errors.Is(err, why) || errors.Is(err, sluice.ErrUnavailable) {
+				t.Errorf("error %v, want the put's alone", err)
+			}
+			clean(t, r.store, r.queue)
+		})
+	}
+}
+
+// A producer that was given no gate is paced by the pipeline's queue, and not killed by a store that is full.
+func TestAPipelinePacesAProducerWithoutAQueue(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, 1500, targettest.Options{}, func(c *ProducerConfig) { c.Queue = nil })
+		p := r.pipeline(t, batches(prompts(12)), PipelineOptions{})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if ids, err := consume(t, r); len(ids) != 12 || !errors.Is(err, io.EOF) {
+			t.Errorf("%d samples, error %v", len(ids), err)
+		}
+		if err := p.Wait(t.Context()); err != nil {
+			t.Error(err)
 		}
 		clean(t, r.store, r.queue)
 	})
@@ -453,6 +652,33 @@ func TestAPutWhoseAnswerWasLost(t *testing.T) {
 			st, _ := r.queue.Status(t.Context())
 			if h := r.store.Health(); st.Pending != 1 || h.ReservedSamples != 0 {
 				t.Errorf("%d pending, health %+v", st.Pending, h)
+			}
+		})
+	})
+	t.Run("and the id was another's", func(t *testing.T) {
+		t.Parallel()
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t, plenty, targettest.Options{}, func(c *ProducerConfig) { c.SampleID = func(int64) string { return "taken" } })
+			away := false
+			if _, err := r.producer.Produce(t.Context(), prompts(1)[0]); err != nil {
+				t.Fatal(err)
+			}
+			r.store.beforePut = func(string) error {
+				if away = !away; away {
+					return sluice.ErrUnavailable
+				}
+				r.store.beforePut = nil
+				return nil
+			}
+			p := r.pipeline(t, batches(prompts(1)), PipelineOptions{})
+			if err := p.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Wait(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if h := r.store.Health(); h.ResidentSamples != 2 || h.ReservedSamples != 0 {
+				t.Errorf("health %+v", h)
 			}
 		})
 	})
@@ -506,7 +732,7 @@ func TestTargetFaultsInARowAreBounded(t *testing.T) {
 		if s := p.Stats(); s.FaultPassed != 6 || s.Enqueued != 3 {
 			t.Errorf("stats %+v, want 6 passed and the samples 0, 3 and 6", s)
 		}
-		if _, err := consume(t, r); err == io.EOF {
+		if _, err := consume(t, r); errors.Is(err, io.EOF) {
 			t.Error("a clean end")
 		}
 		clean(t, r.store, r.queue)
@@ -641,7 +867,7 @@ func TestSeveralWorkersLoseNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		ids, err := consume(t, r)
-		if err != io.EOF || len(ids) != 40 {
+		if !errors.Is(err, io.EOF) || len(ids) != 40 {
 			t.Errorf("%d samples, %v", len(ids), err)
 		}
 		if r.target.MostConcurrent() < 2 {

@@ -31,14 +31,15 @@ type ProducerConfig struct {
 	RunID  string         // required
 
 	// Queue paces the producer: it reserves a sample's room at the queue's gate before the forward. Without one, there is no pacing and a full store is
-	// met after the forward.
+	// met after the forward; a Pipeline gives such a producer its own queue.
 	Queue sluice.Queue
 
 	// Encoding is the supervision encoding; the schema's default (which may be none) if empty.
 	Encoding string
 	// Optional names further optional features that samples shall have, beside those of the encoding and of packing.
 	Optional []string
-	// AuxLayers are the layers that RoleAux is taken from, in "hf" numbering; the target's DefaultAuxLayers if nil.
+	// AuxLayers are the layers that RoleAux is taken from, in "hf" numbering; the target's DefaultAuxLayers if nil, which a target of less than seven layers is
+	// too shallow for.
 	AuxLayers []int
 	// DraftVocab lists the token ids of the draft's vocabulary, in its order. Target probabilities need it.
 	DraftVocab []int64
@@ -72,11 +73,12 @@ type Producer struct {
 	inDraft []bool                  // by token id
 	turn    *turn
 
-	n      atomic.Int64
-	closed atomic.Bool
+	n atomic.Int64
 
-	mu    sync.Mutex // guards cfg.Session and stats
-	stats ProducerStats
+	mu     sync.Mutex // guards cfg.Session, cfg.Queue and what follows
+	stats  ProducerStats
+	closed bool
+	inWork int // calls of produce; the last one behind Close drops the turn
 }
 
 // ProducerStats count since the Producer was made.
@@ -235,6 +237,9 @@ func (p *Producer) ask(op string, f *sluice.SchemaFeature, bad func(field, forma
 		layers := p.cfg.AuxLayers
 		if layers == nil {
 			layers = p.info.DefaultAuxLayers()
+			if !slices.IsSorted(layers) || len(slices.Compact(slices.Clone(layers))) < len(layers) {
+				return bad("AuxLayers", "is nil, and a target of %d layers is too shallow for the default, which would be %v; want layers of %d to %d, each once", p.info.Layers, layers, -1, p.info.Layers-1)
+			}
 		}
 		if len(layers) == 0 {
 			return bad("AuxLayers", "is empty; %s needs at least one layer", f.Name)
@@ -295,12 +300,34 @@ func (p *Producer) Session() sluice.Producer {
 	return p.cfg.Session
 }
 
-// named gives an anonymous producer a name.
-func (p *Producer) named() {
+// join gives a producer that has none a name, and the gate of the queue that its samples will go to.
+func (p *Producer) join(q sluice.Queue) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.cfg.Session.Name == "" {
 		p.cfg.Session.Name = "producer-" + p.session
+	}
+	if p.cfg.Queue == nil {
+		p.cfg.Queue = q
+	}
+}
+
+// begin opens a call of produce, which ends with end. The queue is the one whose gate paces it, or nil.
+func (p *Producer) begin() (sluice.Queue, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return nil, false
+	}
+	p.inWork++
+	return p.cfg.Queue, true
+}
+
+func (p *Producer) end() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.inWork--; p.inWork == 0 && p.closed {
+		p.turn.drop()
 	}
 }
 
@@ -319,9 +346,12 @@ func (p *Producer) count(f func(s *ProducerStats)) {
 
 // Close makes later calls of Produce fail. It closes neither target nor store, which are the caller's. It is idempotent.
 func (p *Producer) Close() error {
-	if p.closed.CompareAndSwap(false, true) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.closed && p.inWork == 0 {
 		p.turn.drop()
 	}
+	p.closed = true
 	return nil
 }
 
@@ -348,9 +378,11 @@ type retrier func(ctx context.Context, op, sampleID string, err error) error
 
 func (p *Producer) produce(ctx context.Context, b *sluice.PromptBatch, again retrier) (ref sluice.Ref, err error) {
 	const op = "stream: produce"
-	if p.closed.Load() {
+	queue, ok := p.begin()
+	if !ok {
 		return ref, &sluice.Error{Kind: sluice.Closed, Op: op, Detail: "the producer was closed"}
 	}
+	defer p.end()
 	if ctx.Err() != nil {
 		return ref, context.Cause(ctx)
 	}
@@ -369,7 +401,8 @@ func (p *Producer) produce(ctx context.Context, b *sluice.PromptBatch, again ret
 		TargetModelVersion: p.cfg.TargetModelVersion, DraftWeightVersion: p.cfg.DraftWeightVersion,
 		NumTokens: p.tokens(b),
 	}
-	if s.SampleID, err = p.newID(op); err != nil {
+	n := p.n.Add(1) - 1
+	if s.SampleID, err = p.newID(op, n); err != nil {
 		return ref, err
 	}
 	fields, err := p.features(b)
@@ -388,15 +421,13 @@ func (p *Producer) produce(ctx context.Context, b *sluice.PromptBatch, again ret
 
 	var room sluice.Reservation
 	stored := false
-	if p.cfg.Queue != nil {
-		if room, err = p.reserve(ctx, s.SampleID, size, again); err != nil {
+	if queue != nil {
+		if room, err = p.reserve(ctx, queue, n, s.SampleID, size, again); err != nil {
 			return ref, err
 		}
 		defer func() {
 			if !stored { // for whatever reason: a panic of a backend is one
-				c, cancel := cleanup(ctx)
-				defer cancel()
-				if uerr := p.cfg.Store.Unreserve(c, room); uerr != nil {
+				if uerr := p.unreserve(ctx, room); uerr != nil {
 					err = errors.Join(err, uerr)
 				}
 			}
@@ -434,9 +465,6 @@ func (p *Producer) admit(op string, b *sluice.PromptBatch) (int64, error) {
 	rows, cols := b.InputIDs.Shape[0], b.InputIDs.Shape[1]
 	if p.info.MaxTokens > 0 && cols > p.info.MaxTokens {
 		return 0, &sluice.Error{Kind: sluice.Invalid, Op: op, Subject: "input_ids", Detail: fmt.Sprintf("has rows of %d tokens, the target takes at most %d", cols, p.info.MaxTokens)}
-	}
-	if b.Packed() && p.packed == nil {
-		return 0, &sluice.Error{Kind: sluice.SchemaError, Op: op, Detail: fmt.Sprintf("the batch is packed, and the schema %s has no packing features", p.cfg.Schema.Name)}
 	}
 	attn, loss := int64s(b.AttentionMask), int64s(b.LossMask)
 	var starts []int64
@@ -488,8 +516,7 @@ func (p *Producer) tokens(b *sluice.PromptBatch) (n int64) {
 	return n
 }
 
-func (p *Producer) newID(op string) (id string, err error) {
-	n := p.n.Add(1) - 1
+func (p *Producer) newID(op string, n int64) (id string, err error) {
 	if p.cfg.SampleID == nil {
 		// A long run id is cut; the session alone makes the id unique.
 		return fmt.Sprintf("%.150s-%s-%d", strings.TrimRight(p.cfg.RunID[:min(150, len(p.cfg.RunID))], "."), p.session, n), nil
@@ -504,7 +531,9 @@ func (p *Producer) newID(op string) (id string, err error) {
 func (p *Producer) features(b *sluice.PromptBatch) ([]sluice.RefFeature, error) {
 	plan := p.plain
 	if b.Packed() {
-		plan = p.packed
+		if plan = p.packed; plan == nil {
+			return nil, &sluice.Error{Kind: sluice.SchemaError, Op: "stream: produce", Detail: fmt.Sprintf("the batch is packed, and the schema %s has no packing features", p.cfg.Schema.Name)}
+		}
 	}
 	fields := make([]sluice.RefFeature, 0, len(plan))
 	for _, f := range plan {
@@ -629,13 +658,15 @@ func sources(positions []sluice.Position) string {
 	return b.String()
 }
 
-func (p *Producer) reserve(ctx context.Context, id string, size int64, again retrier) (sluice.Reservation, error) {
+// reserve waits at the gate for the nth sample's room. A request is named by the session and n, never by the sample: an id of the caller's own may come
+// again, and the queue would answer with the reservation of the time before.
+func (p *Producer) reserve(ctx context.Context, queue sluice.Queue, n int64, id string, size int64, again retrier) (sluice.Reservation, error) {
 	start := time.Now()
 	defer func() { p.count(func(st *ProducerStats) { st.Waited += time.Since(start) }) }()
 	r := sluice.ReserveRequest{Producer: p.Session(), Bytes: size}
 	for try := 0; ; {
-		r.RequestID = fmt.Sprintf("reserve-%s-%d", id, try)
-		room, err := p.cfg.Queue.Reserve(ctx, r)
+		r.RequestID = fmt.Sprintf("reserve-%s-%d-%d", p.session, n, try)
+		room, err := queue.Reserve(ctx, r)
 		if err == nil {
 			return room, nil
 		}
@@ -645,7 +676,7 @@ func (p *Producer) reserve(ctx context.Context, id string, size int64, again ret
 		}
 		if err := again(ctx, "reserve", id, err); err != nil {
 			if unknown {
-				p.giveBack(ctx, r)
+				p.giveBack(ctx, queue, r)
 			}
 			return sluice.Reservation{}, err
 		}
@@ -654,11 +685,11 @@ func (p *Producer) reserve(ctx context.Context, id string, size int64, again ret
 
 // giveBack asks again for a reservation whose answer was lost, for the sake of returning it. It gives up after a second, since a queue that is away may stay so; then the room comes
 // back with the end of the session.
-func (p *Producer) giveBack(ctx context.Context, r sluice.ReserveRequest) {
+func (p *Producer) giveBack(ctx context.Context, queue sluice.Queue, r sluice.ReserveRequest) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 	defer cancel()
 	for {
-		room, err := p.cfg.Queue.Reserve(ctx, r)
+		room, err := queue.Reserve(ctx, r)
 		if err == nil {
 			_ = p.cfg.Store.Unreserve(ctx, room)
 			return
@@ -667,6 +698,10 @@ func (p *Producer) giveBack(ctx context.Context, r sluice.ReserveRequest) {
 			return
 		}
 	}
+}
+
+func (p *Producer) unreserve(ctx context.Context, room sluice.Reservation) error {
+	return insist(ctx, func(ctx context.Context) error { return p.cfg.Store.Unreserve(ctx, room) })
 }
 
 func (p *Producer) forward(ctx context.Context, id string, b *sluice.PromptBatch, again retrier) (*sluice.TargetOutput, error) {
@@ -739,7 +774,7 @@ func (p *Producer) check(op string, b *sluice.PromptBatch, out *sluice.TargetOut
 			continue
 		}
 		want := sluice.Spec{DType: o.dtype, Shape: []int64{rows, cols, o.width}}
-		if !o.t.Spec.Equal(want) {
+		if !o.t.Equal(want) {
 			return fail(o.what, "is %s, want %s", o.t.Spec, want)
 		}
 		if err := o.t.Validate(); err != nil {
@@ -820,7 +855,10 @@ func (p *Producer) put(ctx context.Context, s *sluice.Sample, room sluice.Reserv
 		}
 		if errors.Is(err, sluice.ErrDuplicate) && unknown > 0 {
 			// An earlier try got through after all, but its ref is lost. The sample goes under another name; the first one has no claim
-			// and falls to the store's GC.
+			// and falls to the store's GC, once the store's session has ended. If it was another's sample all along, the room is not used.
+			if err := p.unreserve(ctx, room); err != nil {
+				return ref, err
+			}
 			s.SampleID = fmt.Sprintf("%.190s-r%d", s.SampleID, unknown)
 			unknown, room = 0, sluice.Reservation{}
 			continue
@@ -861,7 +899,7 @@ func turnOf(target sluice.Target, concurrent bool) *turn {
 		return t
 	}
 	t.token = make(chan struct{}, 1)
-	if !reflect.TypeOf(target).Comparable() {
+	if !reflect.ValueOf(target).Comparable() {
 		return t
 	}
 	turns.mu.Lock()

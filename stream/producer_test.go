@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"math"
 	"slices"
 	"strings"
@@ -55,7 +56,7 @@ func TestTheStoreHoldsWhatTheTargetReturned(t *testing.T) {
 				t.Errorf("features %v, want %d", ref.FeatureNames(), len(want))
 			}
 			for name, w := range want {
-				if g, _ := got.Feature(name); !g.Spec.Equal(w.Spec) || !bytes.Equal(g.Data, w.Data) {
+				if g, _ := got.Feature(name); !g.Equal(w.Spec) || !bytes.Equal(g.Data, w.Data) {
 					t.Errorf("%s differs from what the target returned", name)
 				}
 			}
@@ -70,7 +71,7 @@ func TestARefSaysWhatMustBeRight(t *testing.T) {
 		c.Attributes = map[string]string{"note": "x", "shift": "1"}
 	})
 	b := plain([]int64{10, 11, 12, 13}, 0)
-	b.Positions = []sluice.Position{{Source: "set", Epoch: 2, Index: 4}, {Source: "set", Epoch: 2, Index: 5}, {Source: "o\nther", Index: 9}}
+	b.Positions = []sluice.Position{{Source: "set", Epoch: 2, Index: 4}, {Source: "set", Epoch: 2, Index: 5}, {Source: "so\ncalled", Index: 9}}
 	ref, err := r.producer.Produce(t.Context(), b)
 	if err != nil {
 		t.Fatal(err)
@@ -80,7 +81,7 @@ func TestARefSaysWhatMustBeRight(t *testing.T) {
 		got[k] = v
 	}
 	delete(got, "ids")
-	want := map[string]string{"aux_layers": "hf:1,3,4", "last_norm": "post", "shift": "0", "target": r.target.Info().Fingerprint, "note": "x", "supervised_tokens": "3", "source": "set@2/4-5,o?ther@0/9"}
+	want := map[string]string{"aux_layers": "hf:1,3,4", "last_norm": "post", "shift": "0", "target": r.target.Info().Fingerprint, "note": "x", "supervised_tokens": "3", "source": "set@2/4-5,so?called@0/9"}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)
 	}
@@ -363,20 +364,21 @@ func TestImpossibleConfigurationsAreRefused(t *testing.T) {
 		change func(*ProducerConfig)
 		want   error
 	}{
-		"no target":                {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid},
-		"no store":                 {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid},
-		"no schema":                {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid},
-		"no run":                   {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid},
-		"unknown encoding":         {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid},
-		"probs without vocabulary": {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid},
-		"vocabulary out of range":  {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid},
-		"vocabulary twice":         {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid},
-		"layer out of range":       {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid},
-		"layer twice":              {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid},
-		"no layers":                {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid},
-		"logits as integers":       {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid},
-		"unknown optional":         {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid},
-		"bad session":              {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid},
+		"no target":                   {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid},
+		"no store":                    {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid},
+		"no schema":                   {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid},
+		"no run":                      {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid},
+		"unknown encoding":            {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid},
+		"probs without vocabulary":    {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid},
+		"vocabulary out of range":     {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid},
+		"vocabulary twice":            {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid},
+		"layer out of range":          {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid},
+		"layer twice":                 {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid},
+		"too shallow for the default": {func(c *ProducerConfig) { c.Target = targettest.New(targettest.Options{Layers: 3}) }, sluice.ErrInvalid},
+		"no layers":                   {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid},
+		"logits as integers":          {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid},
+		"unknown optional":            {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid},
+		"bad session":                 {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid},
 		"both norms": {func(c *ProducerConfig) {
 			c.Schema = &sluice.Schema{Name: "x", Version: 1, Features: []sluice.SchemaFeature{
 				{Name: "a", From: sluice.RoleLast, Norm: sluice.PreNorm, Required: true, DTypes: []sluice.DType{sluice.Float32}},
@@ -435,6 +437,110 @@ func TestForwardsOfOneTargetAreSerialised(t *testing.T) {
 	}
 }
 
+func TestAClosedProducersForwardKeepsTheTargetsTurn(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{Hook: func(context.Context, targettest.Call) targettest.Fault {
+			time.Sleep(time.Second)
+			return targettest.Fault{}
+		}}, nil)
+		var all sync.WaitGroup
+		produce := func(p *Producer) {
+			all.Go(func() {
+				if _, err := p.Produce(t.Context(), plain([]int64{1, 2, 3}, 1)); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		produce(r.producer)
+		synctest.Wait()
+		for range 2 {
+			r.producer.Close()
+		}
+		other, err := NewProducer(ProducerConfig{Target: r.target, Store: r.store, Schema: schema(t, sluice.EAGLE3), RunID: "r1"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		produce(other)
+		all.Wait()
+		other.Close()
+		if n := r.target.MostConcurrent(); n != 1 {
+			t.Errorf("%d forwards at once", n)
+		}
+		turns.mu.Lock()
+		defer turns.mu.Unlock()
+		if turns.of[r.target] != nil {
+			t.Error("the closed producers keep the target's turn")
+		}
+	})
+}
+
+// uncomparable is a target whose type could be compared and whose value can't.
+type uncomparable struct {
+	sluice.Target
+	extra any
+}
+
+func TestATargetNeedNotBeComparable(t *testing.T) {
+	t.Parallel()
+	p, err := NewProducer(ProducerConfig{Target: uncomparable{targettest.New(targettest.Options{}), []int{1}}, Store: newStore(t, plenty), Schema: schema(t, sluice.EAGLE3), RunID: "r"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Close()
+}
+
+// recordingQueue remembers its reservations by request, as the contract says.
+type recordingQueue struct {
+	*fakeQueue
+	known map[string]sluice.Reservation
+}
+
+func (q recordingQueue) Reserve(ctx context.Context, r sluice.ReserveRequest) (sluice.Reservation, error) {
+	if len(r.RequestID) > 200 {
+		return sluice.Reservation{}, &sluice.Error{Kind: sluice.Invalid, Op: "fake: reserve", Detail: "the request id is longer than 200 bytes"}
+	}
+	if room, ok := q.known[r.RequestID]; ok {
+		return room, nil
+	}
+	room, err := q.fakeQueue.Reserve(ctx, r)
+	if err == nil {
+		q.known[r.RequestID] = room
+	}
+	return room, err
+}
+
+// An id of the caller's own may be as long as ids may be, and come again after a failure.
+func TestASampleIDThatComesAgainGetsRoomOfItsOwn(t *testing.T) {
+	t.Parallel()
+	fail := true
+	var q recordingQueue
+	r := newRig(t, plenty, targettest.Options{Hook: func(context.Context, targettest.Call) targettest.Fault {
+		if fail {
+			return targettest.Fault{Err: errors.New("x")}
+		}
+		return targettest.Fault{}
+	}}, nil)
+	q = recordingQueue{r.queue, map[string]sluice.Reservation{}}
+	id := strings.Repeat("a", 200)
+	p, err := NewProducer(ProducerConfig{Target: r.target, Store: r.store, Queue: q, Schema: schema(t, sluice.EAGLE3), RunID: "r", SampleID: func(int64) string { return id }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	_, err = p.Produce(t.Context(), plain([]int64{1, 2, 3}, 1))
+	wantKind(t, err, sluice.ErrTargetFault)
+	fail = false
+	reserved := int64(0)
+	r.store.beforePut = func(string) error { reserved = r.store.Health().ReservedSamples; return nil }
+	if _, err := p.Produce(t.Context(), plain([]int64{1, 2, 3}, 1)); err != nil {
+		t.Fatal(err)
+	}
+	if reserved != 1 || len(q.known) != 2 {
+		t.Errorf("%d reservations at the put, %d requests; want 1 and 2", reserved, len(q.known))
+	}
+}
+
 func TestAWaitForTheTargetEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -456,6 +562,54 @@ func TestAWaitForTheTargetEndsWithItsContext(t *testing.T) {
 			t.Errorf("health %+v", h)
 		}
 	})
+}
+
+func TestASourceOfTensorsTakesThreeOrSix(t *testing.T) {
+	t.Parallel()
+	b, p := plain([]int64{1, 2}, 1), targettest.Pack(0, [][]int64{{1, 2}, {3, 4}})
+	three := []sluice.Tensor{b.InputIDs, b.AttentionMask, b.LossMask}
+	six := []sluice.Tensor{p.InputIDs, p.AttentionMask, p.LossMask, p.PositionIDs, p.SeqLens, p.DocRemaining}
+	for _, c := range []struct {
+		fields []sluice.Tensor
+		want   string
+	}{
+		{three, ""}, {six, ""},
+		{six[:5], "has 5 tensors, want 3"},
+		{[]sluice.Tensor{six[0], six[1], six[2], {}, {}, {}}, "a packing tensor has no dtype"},
+		{[]sluice.Tensor{six[0], six[1], six[2], six[5], six[4], six[3]}, "swapped"},
+	} {
+		got, err := FromTensors(func(context.Context) ([]sluice.Tensor, error) { return c.fields, nil }).Next(t.Context())
+		if c.want == "" {
+			if err != nil || got.Packed() != (len(c.fields) == 6) {
+				t.Errorf("%d tensors: error %v", len(c.fields), err)
+			}
+			continue
+		}
+		wantKind(t, err, sluice.ErrInvalid)
+		if err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("error %q, want %q in it", err, c.want)
+		}
+	}
+	if _, err := FromTensors(func(context.Context) ([]sluice.Tensor, error) { return nil, nil }).Next(t.Context()); !errors.Is(err, io.EOF) {
+		t.Errorf("error %v, want the end", err)
+	}
+}
+
+func TestTheSizeOfAPackedBatchNeedsPackingFeatures(t *testing.T) {
+	t.Parallel()
+	s, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"ids","from":"input_ids","axes":["B","S"],"dtypes":["int64"],"required":true}],"attributes":[{"name":"shift"}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := newRig(t, plenty, targettest.Options{}, func(c *ProducerConfig) { c.Schema = s })
+	n, err := r.producer.SampleBytes(targettest.Pack(0, [][]int64{{1, 2}, {3, 4}}))
+	wantKind(t, err, sluice.ErrSchema)
+	if n != 0 {
+		t.Errorf("%d bytes beside the error", n)
+	}
+	if n, err := r.producer.SampleBytes(plain([]int64{1, 2}, 1)); n != 16 || err != nil {
+		t.Errorf("%d bytes, error %v", n, err)
+	}
 }
 
 func TestAProducerIsAnonymousUntilAPipelineSpeaksForIt(t *testing.T) {

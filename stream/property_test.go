@@ -271,7 +271,7 @@ func (w world) train(ctx context.Context, bad *errorList, q sluice.Queue, store 
 		for !ended {
 			b, err := l.Next(ctx)
 			switch {
-			case err == io.EOF:
+			case errors.Is(err, io.EOF):
 				err := l.Checkpoint(ctx)
 				ended = err == nil
 				if err != nil && !errors.Is(err, sluice.ErrUnavailable) {

@@ -177,7 +177,7 @@ func TestTheCallerOwnsEmbeddingsAndHead(t *testing.T) {
 	m := small.model(t)
 	for name, get := range map[string]func() sluice.Tensor{"Embeddings": m.Embeddings, "Head": m.Head} {
 		before := get()
-		if want := (sluice.Spec{DType: sluice.Float32, Shape: []int64{264, 24}}); !before.Spec.Equal(want) {
+		if want := (sluice.Spec{DType: sluice.Float32, Shape: []int64{264, 24}}); !before.Equal(want) {
 			t.Errorf("%s is %s, want %s", name, before.Spec, want)
 		}
 		scribbled := get()

@@ -84,7 +84,7 @@ func compareWithGolden(t *testing.T, m *Model, file string) {
 	check := func(name string, got sluice.Tensor) {
 		t.Helper()
 		want := get(name)
-		if !got.Spec.Equal(want.Spec) {
+		if !got.Equal(want.Spec) {
 			t.Errorf("%s is %s, want %s", name, got.Spec, want.Spec)
 			return
 		}
