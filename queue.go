@@ -76,6 +76,9 @@ type AcquireRequest struct {
 	Max int
 	// Wait is how long to wait for the first one: 0 returns at once, below 0 waits as long as the context lives.
 	Wait time.Duration
+	// Ahead says that the consumer asks ahead of need, and has work in hand: while such a call waits, its consumer does not count as one that waits, neither
+	// in the look-out for deadlock nor in the time that consumers waited. The gate counts it as starving all the same, within the caps.
+	Ahead bool
 	// RequestID, if not empty, makes the call repeatable: for ten minutes the same id gets the same answer, as far as those leases are still held.
 	RequestID string
 }
@@ -318,8 +321,8 @@ type Status struct {
 	Starving         bool          `json:"starving"`
 	ProducersWaiting int           `json:"producers_waiting"`
 	ConsumersWaiting int           `json:"consumers_waiting"`
-	ProducerPaused   time.Duration `json:"producer_paused"` // time producers waited at the gate, in sum
-	ConsumerWaited   time.Duration `json:"consumer_waited"` // time consumers waited in acquire, in sum
+	ProducerPaused   time.Duration `json:"producer_paused"` // time in which at least one producer waited at the gate
+	ConsumerWaited   time.Duration `json:"consumer_waited"` // time in which at least one consumer waited for a sample, and not ahead of need
 	OldestLease      time.Duration `json:"oldest_lease"`    // age
 
 	Wedged    string           `json:"wedged,omitempty"` // says who waits for whom, with the numbers, when nothing can move

@@ -12,6 +12,7 @@ type waiter struct {
 	c          *consumer
 	member     int
 	max        int
+	ahead      bool
 	request    string
 	sh         *share
 	prev, next *waiter
@@ -54,7 +55,10 @@ func (q *Queue) enqueue(w *waiter) {
 	sh.tail = w
 	q.waiters++
 	w.c.waiting++
-	q.waitSum.start(q.now)
+	if !w.ahead {
+		w.c.needy++
+		q.waitSum.start(q.now)
+	}
 }
 
 // answer ends the waiting of w.
@@ -73,7 +77,10 @@ func (q *Queue) answer(w *waiter, d sluice.Delivery, err error) {
 	q.waiters--
 	w.c.waiting--
 	w.c.seen = q.now
-	q.waitSum.stop(q.now)
+	if !w.ahead {
+		w.c.needy--
+		q.waitSum.stop(q.now)
+	}
 	w.answered, w.delivery, w.err = true, d, err
 	close(w.done)
 }
@@ -146,11 +153,13 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 		return d, nil, q.end(tx)
 	}
 	if r.Wait == 0 {
-		q.starve(c)
+		if !r.Ahead {
+			q.starve(c)
+		}
 		q.pulse = !q.closed
 		return d, nil, q.end(tx)
 	}
-	w := &waiter{c: c, member: r.Consumer.Member, max: r.Max, request: r.RequestID, sh: sh, done: make(chan struct{})}
+	w := &waiter{c: c, member: r.Consumer.Member, max: r.Max, ahead: r.Ahead, request: r.RequestID, sh: sh, done: make(chan struct{})}
 	q.enqueue(w)
 	var pending *request
 	if r.RequestID != "" {
@@ -192,7 +201,7 @@ func (q *Queue) waitFor(ctx context.Context, w *waiter, wait time.Duration, pend
 		var err error
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
-		} else {
+		} else if !w.ahead {
 			q.starve(w.c)
 		}
 		q.answer(w, sluice.Delivery{}, err)
@@ -302,7 +311,7 @@ func (q *Queue) endWaiters() {
 	}
 }
 
-// waitClock sums the time that several callers wait.
+// waitClock sums the time in which at least one of several callers waits.
 type waitClock struct {
 	n     int
 	since int64
@@ -313,10 +322,15 @@ func (c *waitClock) start(now int64) { c.move(now); c.n++ }
 func (c *waitClock) stop(now int64)  { c.move(now); c.n-- }
 
 func (c *waitClock) move(now int64) {
-	c.sum += int64(c.n) * (now - c.since)
+	if c.n > 0 {
+		c.sum += now - c.since
+	}
 	c.since = now
 }
 
 func (c *waitClock) total(now int64) time.Duration {
-	return time.Duration(c.sum + int64(c.n)*(now-c.since))
+	if c.n > 0 {
+		return time.Duration(c.sum + now - c.since)
+	}
+	return time.Duration(c.sum)
 }

@@ -27,6 +27,7 @@ type consumer struct {
 	held        int
 	heldBytes   int64
 	waiting     int // its calls that wait
+	needy       int // those of them that do not ask ahead of need
 	hungry      int64
 	left        bool // by Leave
 

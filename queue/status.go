@@ -24,7 +24,7 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 		Put: c.Put, Delivered: c.Delivered, Redelivered: c.Redelivered, Padded: c.Padded, Acked: c.Acked, Failed: c.Failed, Expired: c.Expired, Returned: c.Returned,
 		DeadTotal: c.DeadTotal, Dropped: c.Dropped, TailDropped: c.TailDropped, Gated: c.Gated, Stale: c.Stale,
 		TokensPut: c.TokensPut, TokensAcked: c.TokensAcked, BytesPut: c.BytesPut, BytesAcked: c.BytesAcked, WindowsOpened: c.Windows,
-		Health: health, Paused: gate.Paused, Starving: q.starving(), ProducersWaiting: q.pauseSum.n, ConsumersWaiting: q.waiters,
+		Health: health, Paused: gate.Paused, Starving: q.starving(), ProducersWaiting: q.pauseSum.n, ConsumersWaiting: q.waitSum.n,
 		ProducerPaused: q.pauseSum.total(q.now), ConsumerWaited: q.waitSum.total(q.now), Wedged: q.wedged,
 	}
 	if q.cause != nil {
@@ -39,7 +39,7 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 			oldest = min(oldest, c.first.given)
 		}
 		s.Consumers = append(s.Consumers, sluice.ConsumerStatus{
-			Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Leases: c.held, LeasedBytes: c.heldBytes, Waiting: c.waiting > 0,
+			Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Leases: c.held, LeasedBytes: c.heldBytes, Waiting: c.needy > 0,
 			Delivered: c.delivered, Acked: c.acked, LastSeen: time.Duration(q.now - c.seen),
 		})
 	}

@@ -288,6 +288,54 @@ func TestNoWedgeWhileSomebodyCanAck(t *testing.T) {
 	})
 }
 
+func TestNoWedgeWhileTheConsumerAsksAheadOfNeed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, func(c *sluice.RunConfig) { c.Caps, c.VisibilityTimeout = sluice.Caps{MaxBytes: 1000}, time.Hour }, nil)
+		f.put(10)
+		f.acquire(alice, 10)
+		p := f.reserve(sluice.Producer{}, 400)
+		ctx, cancel := context.WithCancel(bg)
+		ahead := make(chan error, 1)
+		go func() {
+			_, err := f.q.Acquire(ctx, sluice.AcquireRequest{Consumer: alice, Wait: -1, Ahead: true})
+			ahead <- err
+		}()
+		time.Sleep(10 * time.Minute) // alice trains on what she has, while her loader asks for more
+		synctest.Wait()
+		s, _ := f.q.Status(bg)
+		if len(p)+len(ahead) > 0 || s.Wedged != "" || s.ConsumerWaited != 0 || s.ConsumersWaiting != 0 || !s.Starving {
+			t.Fatalf("asking ahead counts as waiting: %+v", s)
+		}
+		cancel()
+		if err := <-ahead; !errors.Is(err, context.Canceled) {
+			t.Errorf("got %v", err)
+		}
+		c := f.wait(alice) // now she needs one
+		if !errors.Is(<-p, sluice.ErrWedged) || !errors.Is(<-c, sluice.ErrWedged) {
+			t.Error("not wedged")
+		}
+		f.q.Stop(bg)
+	})
+}
+
+func TestTimesOfWaitingAreNotAddedUpOverWaiters(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, nil, nil)
+		a, b := f.wait(alice), f.wait(sluice.Consumer{Name: "bob"})
+		time.Sleep(10 * time.Second)
+		f.put(1)
+		time.Sleep(5 * time.Second) // one of the two still waits
+		f.put(1)
+		<-a
+		<-b
+		time.Sleep(time.Minute)
+		if s, _ := f.q.Status(bg); s.ConsumerWaited != 15*time.Second {
+			t.Errorf("consumers waited %v, want 15s", s.ConsumerWaited)
+		}
+		f.q.Stop(bg)
+	})
+}
+
 func TestNoWedgeWhileASampleIsBeingMade(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFixture(t, func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, nil)

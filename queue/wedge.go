@@ -27,7 +27,7 @@ type wedgeWatch struct {
 
 // watchWedge starts looking when both sides wait. It costs nothing otherwise.
 func (q *Queue) watchWedge() {
-	if q.wedge.checkAt == never && q.reserving > 0 && !q.closed && (q.waiters > 0 || q.now < q.wedge.hungry) {
+	if q.wedge.checkAt == never && q.reserving > 0 && !q.closed && (q.waitSum.n > 0 || q.now < q.wedge.hungry) {
 		q.wedge.checkAt = q.now + int64(wedgeLook)
 		q.wedge.since = never
 		if q.holdersWait() {
@@ -42,10 +42,10 @@ func (q *Queue) moved() {
 	q.wedged = ""
 }
 
-func (c *consumer) isHungry(now int64) bool { return c.waiting > 0 || now < c.hungry }
+func (c *consumer) isHungry(now int64) bool { return c.needy > 0 || now < c.hungry }
 
 func (q *Queue) anyoneHungry() bool {
-	if q.waiters > 0 {
+	if q.waitSum.n > 0 {
 		return true
 	}
 	for _, c := range q.consumers {
@@ -124,7 +124,7 @@ func (q *Queue) someoneProduces() bool {
 // wedgeText says who waits for whom, with the numbers.
 func (q *Queue) wedgeText(h sluice.Health, head sluice.GateState) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d producers wait for room (the first for %d bytes) and %d consumers for samples, and nothing can move: ", head.Waiting, head.HeadBytes, max(q.waiters, 1))
+	fmt.Fprintf(&b, "%d producers wait for room (the first for %d bytes) and %d consumers for samples, and nothing can move: ", head.Waiting, head.HeadBytes, max(q.waitSum.n, 1))
 	if h.Caps.MaxBytes > 0 {
 		fmt.Fprintf(&b, "%d of %d bytes", h.UsedBytes(), h.Caps.MaxBytes)
 	}
