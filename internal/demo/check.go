@@ -128,30 +128,28 @@ func (c *checker) checkSample(ctx context.Context, batch *stream.Batch, s *strea
 		return row, err
 	}
 	for _, f := range stored.Features {
-		if want, ok := direct[f.Name]; !ok || !f.Spec.Equal(want.Spec) || !bytes.Equal(f.Data, want.Data) {
+		if want, ok := direct[f.Name]; !ok || !f.Equal(want.Spec) || !bytes.Equal(f.Data, want.Data) {
 			c.difference(s.Ref, "feature %s is not what a direct forward gives", f.Name)
 		}
 		if !c.inBatch(batch, s, f) {
 			c.difference(s.Ref, "feature %s came into the batch changed", f.Name)
 		}
 	}
-	ids, _ := c.role(stored, sluice.RoleInputIDs)
-	mask, _ := c.role(stored, sluice.RoleLossMask)
+	ids := c.role(stored, sluice.RoleInputIDs)
+	mask := c.role(stored, sluice.RoleLossMask)
 	return rowHash(ids, mask), nil
 }
 
-func (c *checker) role(t *sluice.Tensors, r sluice.Role) (sluice.Tensor, bool) {
-	f := c.schema.Role(r)
-	if f == nil {
-		return sluice.Tensor{}, false
-	}
-	return t.Feature(f.Name)
+// role is the stored feature of a role that every built-in schema has.
+func (c *checker) role(t *sluice.Tensors, r sluice.Role) sluice.Tensor {
+	f, _ := t.Feature(c.schema.Role(r).Name)
+	return f
 }
 
 // direct computes the features of a stored sample again, from its token ids alone.
 func (c *checker) direct(ctx context.Context, stored *sluice.Tensors) (map[string]sluice.Tensor, error) {
-	ids, _ := c.role(stored, sluice.RoleInputIDs)
-	mask, _ := c.role(stored, sluice.RoleLossMask)
+	ids := c.role(stored, sluice.RoleInputIDs)
+	mask := c.role(stored, sluice.RoleLossMask)
 	attention := sluice.NewTensor(sluice.Int64, ids.Shape...)
 	for i := range sluice.View[int64](attention) {
 		sluice.View[int64](attention)[i] = 1 // a sample of the demo is one row without padding

@@ -135,11 +135,11 @@ func (o Options) withDefaults() (Options, error) {
 }
 
 // Run runs the demo. An error means that it could not be carried through; whether what was carried through is right, Result.OK says.
-func Run(ctx context.Context, o Options) (*Result, error) {
-	o, err := o.withDefaults()
-	if err != nil {
+func Run(ctx context.Context, o Options) (result *Result, err error) {
+	if o, err = o.withDefaults(); err != nil {
 		return nil, err
 	}
+	closing := func(c io.Closer) { err = errors.Join(err, c.Close()) }
 	schema, err := sluice.SchemaOf(o.Algorithm)
 	if err != nil {
 		return nil, err
@@ -148,7 +148,7 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer model.Close()
+	defer closing(model)
 	info := model.Info()
 	o.MaxTokens = min(o.MaxTokens, info.MaxTokens)
 
@@ -156,7 +156,7 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer rows.Close()
+	defer closing(rows)
 
 	cfg := sluice.RunConfig{RunID: "demo", Schema: schema}
 	if o.Ranks > 1 {
@@ -178,11 +178,8 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	result, err := run(ctx, &o, cfg, model, rows, store)
-	if cerr := cleanUp(); err == nil && cerr != nil {
-		err = cerr
-	}
-	return result, err
+	defer func() { err = errors.Join(err, cleanUp()) }()
+	return run(ctx, &o, cfg, model, rows, store)
 }
 
 func loadModel(dir string) (*tinyllama.Model, error) {
@@ -257,114 +254,132 @@ func openStore(where string, caps sluice.Caps) (sluice.ClaimStore, func() error,
 	return s, func() error { return errors.Join(s.Close(), remove(parent)) }, nil
 }
 
-func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama.Model, rows *prompt.Reader, store sluice.ClaimStore) (*Result, error) {
-	q, err := queue.Open(ctx, cfg, store, nil)
+// session is a demo that runs.
+type session struct {
+	o        *Options
+	model    *tinyllama.Model
+	rows     *prompt.Reader
+	store    sluice.ClaimStore
+	queue    *queue.Queue
+	pipeline *stream.Pipeline
+	books    *books
+	checks   []*checker // one a rank
+
+	start  time.Time
+	tokens atomic.Int64 // consumed
+	peak   int64        // bytes used, as far as reports saw
+}
+
+func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama.Model, rows *prompt.Reader, store sluice.ClaimStore) (result *Result, err error) {
+	s := &session{o: o, model: model, rows: rows, store: store, books: newBooks(), start: time.Now()}
+	if s.queue, err = queue.Open(ctx, cfg, store, nil); err != nil {
+		return nil, err
+	}
+	lasting := context.WithoutCancel(ctx) // an interrupt must not keep anything from being given back
+	defer func() { err = errors.Join(err, s.queue.Stop(lasting)) }()
+	producer, err := stream.NewProducer(stream.ProducerConfig{Target: model, Store: store, Queue: s.queue, Schema: cfg.Schema, AuxLayers: o.AuxLayers, RunID: cfg.RunID})
 	if err != nil {
 		return nil, err
 	}
-	producer, err := stream.NewProducer(stream.ProducerConfig{Target: model, Store: store, Queue: q, Schema: cfg.Schema, AuxLayers: o.AuxLayers, RunID: cfg.RunID})
-	if err != nil {
-		return nil, errors.Join(err, q.Close(ctx, err))
-	}
-	books := newBooks()
-	pipeline, err := stream.NewPipeline(producer, q, books.source(rows), nil)
-	if err != nil {
-		return nil, errors.Join(err, q.Close(ctx, err))
+	if s.pipeline, err = stream.NewPipeline(producer, s.queue, s.books.source(rows), nil); err != nil {
+		return nil, err
 	}
 
-	start := time.Now()
 	work, stop := context.WithCancel(ctx)
 	defer stop()
-	var group errgroup.Group
-	if err := pipeline.Start(work); err != nil {
+	if err := s.pipeline.Start(work); err != nil {
 		return nil, err
 	}
-	var tokens atomic.Int64
-	checks := make([]*checker, o.Ranks)
-	for rank := range checks {
-		checks[rank] = &checker{target: model, auxLayers: o.AuxLayers, store: store, schema: cfg.Schema, books: books, tokens: &tokens}
-		group.Go(func() error {
-			err := consume(work, o, q, cfg.Schema, store, rank, checks[rank])
+	var consumers errgroup.Group // they end when the stream does, or with work
+	for rank := range o.Ranks {
+		c := &checker{target: model, auxLayers: o.AuxLayers, store: store, schema: cfg.Schema, books: s.books, tokens: &s.tokens}
+		s.checks = append(s.checks, c)
+		consumers.Go(func() error {
+			err := consume(work, o, s.queue, cfg.Schema, store, rank, c)
 			if err != nil {
-				stop() // a producer must not wait for a consumer that is gone
+				stop() // neither the producer nor another rank must wait for one that is gone
 			}
 			return err
 		})
 	}
-
-	var peak int64
-	report := func(done bool) {
-		status, err := q.Status(context.WithoutCancel(ctx))
-		if err != nil {
-			return // closed under us by an error that is reported anyway
-		}
-		peak = max(peak, status.Health.UsedBytes())
-		if o.Progress != nil {
-			o.Progress(Snapshot{Options: *o, Model: model.Info(), Status: status, Elapsed: time.Since(start), Tokens: tokens.Load(), Done: done})
-		}
+	consumed := s.watch(lasting, consumers.Wait)
+	seconds := time.Since(s.start).Seconds()
+	// The consumers are through, or one has failed. Either way the pipeline has nothing left to do; Stop tells what had ended it.
+	produced := s.pipeline.Stop(lasting)
+	if err := s.report(lasting, true); err != nil {
+		return nil, err
 	}
-	finished := make(chan error, 1)
-	go func() { // ends with the consumers, which end with work
-		finished <- group.Wait()
-	}()
-	tick := time.NewTicker(o.Interval)
+	switch {
+	case ctx.Err() != nil:
+		return nil, context.Cause(ctx)
+	case produced != nil && !errors.Is(produced, context.Canceled):
+		return nil, produced // it reached the consumers as their cause: say it once
+	case consumed != nil:
+		return nil, consumed
+	}
+	return s.result(lasting, seconds)
+}
+
+// watch reports until the consumers are through and returns what they returned.
+func (s *session) watch(ctx context.Context, wait func() error) error {
+	through := make(chan error, 1)
+	go func() { through <- wait() }() // ends with the consumers
+	tick := time.NewTicker(s.o.Interval)
 	defer tick.Stop()
-	var consumed error
-	for waiting := true; waiting; {
+	for {
 		select {
-		case consumed = <-finished:
-			waiting = false
+		case err := <-through:
+			return err
 		case <-tick.C:
-			report(false)
+			if err := s.report(ctx, false); err != nil {
+				return errors.Join(err, <-through)
+			}
 		}
 	}
-	ended := time.Since(start)
-	// The consumers are through, or one has failed. Either way the pipeline has nothing left to do; Stop tells what ended it before.
-	produced := pipeline.Stop(context.WithoutCancel(ctx))
-	report(true)
+}
 
-	status, err := q.Status(context.WithoutCancel(ctx))
+func (s *session) report(ctx context.Context, done bool) error {
+	status, err := s.queue.Status(ctx)
+	if err != nil {
+		return err
+	}
+	s.peak = max(s.peak, status.Health.UsedBytes())
+	if s.o.Progress != nil {
+		s.o.Progress(Snapshot{Options: *s.o, Model: s.model.Info(), Status: status, Elapsed: time.Since(s.start), Tokens: s.tokens.Load(), Done: done})
+	}
+	return nil
+}
+
+func (s *session) result(ctx context.Context, seconds float64) (*Result, error) {
+	status, err := s.queue.Status(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if err := q.Close(context.WithoutCancel(ctx), nil); err != nil {
-		return nil, err
-	}
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
-	}
-	// What broke the producer reaches the consumers as their cause: say it once.
-	if produced != nil && !errors.Is(produced, context.Canceled) {
-		return nil, produced
-	}
-	if consumed != nil {
-		return nil, consumed
-	}
-
-	skipped := pipeline.Stats().NotAdmitted
-	for _, n := range rows.Stats().Skipped {
-		skipped += n
-	}
+	refused := s.pipeline.Stats().NotAdmitted
+	read := s.rows.Stats()
 	r := &Result{
-		Algorithm: o.Algorithm, Model: model.Info().Name,
+		Algorithm: s.o.Algorithm, Model: s.model.Info().Name,
 		Produced: status.Put, Acked: status.Acked, Redelivered: status.Redelivered, Padded: status.Padded, Dead: status.DeadTotal,
-		Lost: books.open() - pipeline.Stats().NotAdmitted, Skipped: skipped, Truncated: rows.Stats().Truncated,
-		ResidentBytes: store.Health().ResidentBytes, PeakBytes: peak, MaxBytes: o.MaxBytes, Parity: bitExact,
-		Bytes: status.BytesAcked, Tokens: tokens.Load(), Seconds: ended.Seconds(),
+		Lost: s.books.open() - refused - status.DeadTotal, Skipped: refused, Truncated: read.Truncated,
+		ResidentBytes: s.store.Health().ResidentBytes, PeakBytes: s.peak, MaxBytes: s.o.MaxBytes, Parity: bitExact,
+		Bytes: status.BytesAcked, Tokens: s.tokens.Load(), Seconds: seconds,
 		ProducerPaused: status.ProducerPaused.Seconds(), ConsumerWaited: status.ConsumerWaited.Seconds(), Bottleneck: status.Bottleneck(),
 	}
-	if s := ended.Seconds(); s > 0 {
-		r.SamplesPerS, r.TokensPerS, r.GBPerS = float64(r.Acked)/s, float64(r.Tokens)/s, float64(r.Bytes)/1e9/s
+	for _, n := range read.Skipped {
+		r.Skipped += n
 	}
-	for _, c := range checks {
+	if seconds > 0 {
+		r.SamplesPerS, r.TokensPerS, r.GBPerS = float64(r.Acked)/seconds, float64(r.Tokens)/seconds, float64(r.Bytes)/1e9/seconds
+	}
+	for _, c := range s.checks {
 		r.Consumed += c.samples
 		r.StepsPerRank = append(r.StepsPerRank, c.steps)
 		if r.Parity == bitExact && c.differs != "" {
 			r.Parity = c.differs
 		}
 	}
-	if r.Parity == bitExact && books.unknown() > 0 {
-		r.Parity = fmt.Sprintf("%d samples are of no prompt that was read", books.unknown())
+	if n := s.books.unknown(); r.Parity == bitExact && n > 0 {
+		r.Parity = fmt.Sprintf("%d samples are of no prompt that was read", n)
 	}
 	return r, nil
 }

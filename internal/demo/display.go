@@ -45,7 +45,7 @@ func (d *Display) Show(s Snapshot) {
 		b.WriteString("\r\x1b[2K" + l + "\n")
 	}
 	d.drawn = len(lines)
-	io.WriteString(d.w, b.String()) // a terminal that went away does not stop the work
+	fmt.Fprint(d.w, b.String()) // a terminal that went away does not stop the work
 }
 
 func rates(s Snapshot) (samples, tokens, gb float64) {
