@@ -16,8 +16,8 @@ const (
 // error, which says where the offender sits: ref.features[2].key. (Upstream's assert_no_tensors.)
 //
 // It walks structs (unexported fields too), pointers, interfaces, maps with string keys, slices and arrays, at most 32 deep. It refuses a Tensor or whatever quacks like one
-// (a shape together with data, by field or by method), numeric slices longer than 16, byte slices and strings over 4 KiB, cycles, sets
-// (maps to struct{} or bool) and opaque objects: channels, functions, unsafe pointers.
+// (a shape together with data, by field or by method), slices of more than 16 numbers or bools, as they are or behind interfaces and pointers, byte slices and
+// strings over 4 KiB, cycles, sets (maps to struct{} or bool) and opaque objects: channels, functions, unsafe pointers.
 func AssertNoTensors(v any, path string) error {
 	if path == "" {
 		path = "ref"
@@ -105,13 +105,19 @@ func (g *guard) walk(v reflect.Value, path string, depth int) error {
 				return fail("%d bytes, at most %d are allowed", v.Len(), guardBytes)
 			}
 			return nil
-		case k >= reflect.Int && k <= reflect.Complex128:
+		case k >= reflect.Bool && k <= reflect.Complex128:
 			if v.Len() > guardNumbers {
 				return fail("%d numbers (%s), at most %d are allowed", v.Len(), t, guardNumbers)
 			}
 			return nil
 		}
+		numbers := 0
 		for i := range v.Len() {
+			if isNumber(v.Index(i)) { // a tensor that came through JSON is a []any of float64
+				if numbers++; numbers > guardNumbers {
+					return fail("more than %d numbers (%s), at most %d are allowed", guardNumbers, t, guardNumbers)
+				}
+			}
 			if err := g.walk(v.Index(i), path+"["+strconv.Itoa(i)+"]", depth+1); err != nil {
 				return err
 			}
@@ -135,6 +141,17 @@ func (g *guard) walk(v reflect.Value, path string, depth int) error {
 		return nil
 	}
 	return fail("an opaque object (%s)", t)
+}
+
+// isNumber reports whether v is, or leads to, a number or a bool.
+func isNumber(v reflect.Value) bool {
+	for range guardDepth {
+		if k := v.Kind(); k != reflect.Interface && k != reflect.Pointer || v.IsNil() {
+			return k >= reflect.Bool && k <= reflect.Complex128
+		}
+		v = v.Elem()
+	}
+	return false
 }
 
 // quacksLikeTensor looks at the type alone: a shape with data, as fields or as methods, by any capitalisation that is usual for them.
@@ -161,7 +178,7 @@ func quacksLikeTensor(t reflect.Type) bool {
 		}
 		return false
 	}
-	if t.Kind() != reflect.Struct && t.Kind() != reflect.Interface || t.PkgPath() == "reflect" {
+	if t.Name() == "" && t.Kind() != reflect.Struct && t.Kind() != reflect.Interface || t.PkgPath() == "reflect" {
 		return false
 	}
 	return has("Shape", "Dims", "Size", "shape", "dims") && has("Data", "DataPtr", "RawData", "Bytes", "data", "values", "Values") && !isSpec(t)

@@ -1,6 +1,7 @@
 package sluice
 
 import (
+	"encoding/json"
 	"errors"
 	"strings"
 	"testing"
@@ -12,10 +13,16 @@ type duck struct {
 	Data  []float32
 }
 
-type methodDuck struct{ n int }
+type methodDuck struct{}
 
 func (*methodDuck) Shape() []int     { return nil }
 func (*methodDuck) DataPtr() uintptr { return 0 }
+
+// handleDuck is what a binding to a tensor library may be: a number that leads to memory elsewhere.
+type handleDuck int
+
+func (handleDuck) Shape() []int { return nil }
+func (handleDuck) Data() []byte { return nil }
 
 type node struct {
 	Name string
@@ -53,6 +60,14 @@ func TestGuardRefusesTensorsAndWhatCouldHideOne(t *testing.T) {
 		deep = &node{Next: deep}
 	}
 	x := NewTensor(Float32, 2)
+	var decoded any
+	if err := json.Unmarshal([]byte(`{"h":[0.5`+strings.Repeat(",1", 16)+`]}`), &decoded); err != nil {
+		t.Fatal(err)
+	}
+	pointers := make([]*float32, 17)
+	for i := range pointers {
+		pointers[i] = new(float32)
+	}
 	for _, tc := range []struct {
 		name string
 		v    any
@@ -66,6 +81,10 @@ func TestGuardRefusesTensorsAndWhatCouldHideOne(t *testing.T) {
 		{"a sample", Sample{Features: []Feature{{"x", x}}}, `"ref.Features[0]": a tensor`},
 		{"a duck with fields", duck{}, "a tensor (sluice.duck)"},
 		{"a duck with methods", &methodDuck{}, "a tensor (*sluice.methodDuck)"},
+		{"a duck that is a number", struct{ X handleDuck }{}, `"ref.X": a tensor (sluice.handleDuck)`},
+		{"many numbers that came through JSON", decoded, `"ref["h"]": more than 16 numbers ([]interface {}), at most 16 are allowed`},
+		{"many pointers to numbers", pointers, "more than 16 numbers"},
+		{"a long mask", make([]bool, 17), "17 numbers ([]bool)"},
 		{"many numbers", make([]float32, 17), "17 numbers ([]float32), at most 16 are allowed"},
 		{"many numbers in an array", [17]int16{}, "17 numbers"},
 		{"many bytes", make([]byte, 4097), "4097 bytes, at most 4096"},

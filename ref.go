@@ -311,9 +311,9 @@ func (r Ref) CheckFeatures(op string, features []Feature) error {
 		switch got := &features[i]; {
 		case got.Name != want[i].Name:
 			return fail(fmt.Sprintf("feature %d is %q, the ref promises %q", i, got.Name, want[i].Name))
-		case !got.Spec.Equal(want[i].Spec):
+		case !got.Equal(want[i].Spec):
 			return fail(fmt.Sprintf("feature %q is %s, the ref promises %s", got.Name, got.Spec, want[i].Spec))
-		case got.Tensor.Validate() != nil:
+		case got.Validate() != nil:
 			return fail(fmt.Sprintf("feature %q has %d bytes, %s needs %d", got.Name, len(got.Data), want[i].Spec, want[i].Bytes()))
 		}
 	}
@@ -418,7 +418,7 @@ func (f *RefFields) appendCanonical(b []byte) []byte {
 // appendString quotes s, which has passed checkText, escaping only the quote and the backslash.
 func appendString(b []byte, s string) []byte {
 	b = append(b, '"')
-	for i := 0; i < len(s); i++ {
+	for i := range len(s) {
 		if s[i] == '"' || s[i] == '\\' {
 			b = append(b, '\\')
 		}

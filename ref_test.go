@@ -368,3 +368,36 @@ func BenchmarkRef(b *testing.B) {
 		}
 	})
 }
+
+func TestEveryAccessorGivesItsField(t *testing.T) {
+	t.Parallel()
+	f := testFields()
+	f.SchemaVersion, f.TargetModelVersion, f.DraftWeightVersion, f.Attributes = 7, "t-3", "12", map[string]string{"shift": "0", "a": "x"}
+	r, err := NewRef(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := RefFields{
+		SampleID: r.SampleID(), RunID: r.RunID(), StoreURI: r.StoreURI(), Generation: r.Generation(), Features: slices.Collect(r.Features()), Algorithm: r.Algorithm(),
+		SchemaVersion: r.SchemaVersion(), NumTokens: r.NumTokens(), EstimatedBytes: r.EstimatedBytes(), TargetModelVersion: r.TargetModelVersion(),
+		DraftWeightVersion: r.DraftWeightVersion(), Attributes: map[string]string{},
+	}
+	var keys []string
+	for k, v := range r.Attributes() {
+		keys = append(keys, k)
+		got.Attributes[k] = v
+	}
+	if d := cmp.Diff(f, got); d != "" || !slices.IsSorted(keys) {
+		t.Errorf("(-want +got):\n%s\nattributes in the order %v", d, keys)
+	}
+	if d := cmp.Diff(f, r.Fields()); d != "" {
+		t.Errorf("Fields (-want +got):\n%s", d)
+	}
+	if _, ok := r.Feature("nothing"); ok {
+		t.Error("there is a feature of any name")
+	}
+	byRef := map[string]int{r.Canonical(): 1} // a ref keys a map by its canonical form
+	if again, err := ParseRef([]byte(r.Canonical())); err != nil || byRef[again.Canonical()] != 1 {
+		t.Errorf("an equal ref is another key: %v", err)
+	}
+}

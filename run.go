@@ -31,7 +31,7 @@ type RunConfig struct {
 	LargestSample int64 `json:"largest_sample,omitempty"`
 	// StepsPerCheckpoint says that consumers ack at checkpoints, this many steps apart, and so hold that many steps' samples; 0 if they do not.
 	StepsPerCheckpoint int `json:"steps_per_checkpoint,omitempty"`
-	// SamplesPerStep is how many samples all consumers together take in a step, where there are no windows and StepsPerCheckpoint is set.
+	// SamplesPerStep is how many samples all consumers together take in a step: needed where StepsPerCheckpoint is set and there are no windows.
 	SamplesPerStep int `json:"samples_per_step,omitempty"`
 
 	// TargetVersions, if not empty, is the set of target_model_version values that are let in.
@@ -121,8 +121,14 @@ func (c RunConfig) Resolve() (RunConfig, error) {
 			return c, &Error{Kind: Invalid, Op: "run", Subject: c.RunID, Err: err}
 		}
 	}
+	if c.Windows == nil && c.StepsPerCheckpoint > 0 && c.SamplesPerStep == 0 {
+		return fail("samples_per_step", "is missing; with steps_per_checkpoint and without windows it is needed to check the caps")
+	}
 	need, why := c.heldSamples()
 	if need == 0 {
+		if limit := c.Caps.MaxBytes; limit > 0 && c.LargestSample > limit {
+			return fail("max_bytes", fmt.Sprintf("is %d, but the largest sample has %d bytes; set it to %d or more", limit, c.LargestSample, c.LargestSample))
+		}
 		return c, nil
 	}
 	if limit := c.Caps.MaxSamples; limit > 0 && need+1 > limit {
@@ -158,7 +164,7 @@ func (c *RunConfig) heldSamples() (int64, string) {
 // ParseVersion reads a draft version for comparison: plain decimal digits of an unsigned 64-bit integer.
 func ParseVersion(s string) (uint64, bool) {
 	var n uint64
-	for i := 0; i < len(s); i++ {
+	for i := range len(s) {
 		d := uint64(s[i] - '0')
 		if d > 9 || n > (1<<64-1-d)/10 {
 			return 0, false

@@ -4,12 +4,14 @@ import (
 	"bytes"
 	"embed"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"unicode/utf8"
 )
 
 // Algorithm names a draft family: the stable wire string by which a sample finds its schema. A run may bring a schema, and with it an
@@ -168,10 +170,14 @@ func ParseSchema(data []byte) (*Schema, error) {
 	if len(data) > maxSchemaBytes {
 		return nil, fail(fmt.Sprintf("the document is %d bytes, at most %d are allowed", len(data), maxSchemaBytes))
 	}
+	if err := checkDocument(data); err != nil {
+		return nil, fail(err.Error())
+	}
 	dec := json.NewDecoder(bytes.NewReader(data))
 	dec.DisallowUnknownFields()
+	type document Schema // without UnmarshalJSON
 	s := new(Schema)
-	if err := dec.Decode(s); err != nil {
+	if err := dec.Decode((*document)(s)); err != nil {
 		return nil, fail(err.Error())
 	}
 	if _, err := dec.Token(); err != io.EOF {
@@ -182,6 +188,66 @@ func ParseSchema(data []byte) (*Schema, error) {
 	}
 	return s, nil
 }
+
+// UnmarshalJSON is [ParseSchema], so that a schema within a larger document, such as a run's, is checked too.
+func (s *Schema) UnmarshalJSON(data []byte) error {
+	v, err := ParseSchema(data)
+	if err != nil {
+		return err
+	}
+	*s = *v
+	return nil
+}
+
+// checkDocument refuses what encoding/json would let pass and readers in other languages would not: names in other letters than ours, one name twice in
+// an object, broken UTF-8.
+func checkDocument(data []byte) error {
+	if !utf8.Valid(data) {
+		return errors.New("the document is not valid UTF-8")
+	}
+	type level struct {
+		names map[string]bool // nil in an array
+		value bool            // the next token is the value behind a name
+	}
+	var open []level
+	dec := json.NewDecoder(bytes.NewReader(data))
+	for {
+		token, err := dec.Token()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			return err
+		}
+		if token == json.Delim('}') || token == json.Delim(']') {
+			open = open[:len(open)-1]
+			continue
+		}
+		if n := len(open); n > 0 && open[n-1].names != nil {
+			if at := &open[n-1]; at.value {
+				at.value = false
+			} else {
+				name, _ := token.(string)
+				if !fieldName.MatchString(name) {
+					return fmt.Errorf("unknown field %q, want lower-case letters and _", printable(name, 60))
+				}
+				if at.names[name] {
+					return fmt.Errorf("the field %q is there twice", printable(name, 60))
+				}
+				at.names[name], at.value = true, true
+				continue
+			}
+		}
+		switch token {
+		case json.Delim('{'):
+			open = append(open, level{names: map[string]bool{}})
+		case json.Delim('['):
+			open = append(open, level{})
+		}
+	}
+}
+
+var fieldName = regexp.MustCompile(`^[a-z][a-z_]*$`)
 
 func (s *Schema) check() error {
 	fail := func(field, detail string) error {
@@ -201,7 +267,7 @@ func (s *Schema) check() error {
 		at := fmt.Sprintf("features[%d] (%s)", i, printable(f.Name, 60))
 		switch {
 		case ValidateID(f.Name) != nil:
-			return fail(at, "has no valid name")
+			return fail(at, "has no valid name, want [A-Za-z0-9_][A-Za-z0-9._:-]{0,199} without \"..\"")
 		case slices.ContainsFunc(s.Features[:i], func(g SchemaFeature) bool { return g.Name == f.Name }):
 			return fail(at, "is there twice")
 		case f.From != "" && !slices.Contains(roles, f.From):
@@ -211,7 +277,7 @@ func (s *Schema) check() error {
 		case len(f.DTypes) == 0:
 			return fail(at, "has no dtypes")
 		case len(f.Axes) > maxRank:
-			return fail(at, "has too many axes")
+			return fail(at, fmt.Sprintf("has %d axes, want at most %d", len(f.Axes), maxRank))
 		case (f.From == RoleLast) != (f.Norm != NoLast) || f.Norm != NoLast && f.Norm != PreNorm && f.Norm != PostNorm:
 			return fail(at, fmt.Sprintf("has norm %q, want \"pre\" or \"post\" on the role last and nothing elsewhere", printable(string(f.Norm), 20)))
 		case f.FinalLayerNorm != NoLast && (f.From != RoleAux || f.FinalLayerNorm != PreNorm && f.FinalLayerNorm != PostNorm):
@@ -274,17 +340,28 @@ func (s *Schema) check() error {
 			return fail(at, fmt.Sprintf("counts %q, want the name of an axis", printable(a.Counts, 60)))
 		}
 		if a.Pattern != "" {
-			re, err := regexp.Compile("^(?:" + a.Pattern + ")$")
-			if err != nil || len(a.Pattern) > 500 {
-				return fail(at, "has a pattern that is no regular expression of at most 500 bytes")
+			if len(a.Pattern) > 500 {
+				return fail(at, fmt.Sprintf("has a pattern of %d bytes, want at most 500", len(a.Pattern)))
+			}
+			re, err := wholePattern(a.Pattern)
+			if err != nil {
+				return fail(at, fmt.Sprintf("has the pattern %q, which is no regular expression: %v", a.Pattern, err))
 			}
 			a.re = re
 		}
 	}
-	if s.Admission.MinTokens < 0 || s.Admission.MinSupervised < 0 {
-		return fail("admission", "has a negative count")
+	if n := min(s.Admission.MinTokens, s.Admission.MinSupervised); n < 0 {
+		return fail("admission", fmt.Sprintf("has the count %d, want 0 or more", n))
 	}
 	return nil
+}
+
+// wholePattern compiles a pattern that the whole value must match. The pattern must be one by itself: a stray parenthesis could end the group around it.
+func wholePattern(pattern string) (*regexp.Regexp, error) {
+	if _, err := regexp.Compile(pattern); err != nil {
+		return nil, err
+	}
+	return regexp.Compile("^(?:" + pattern + ")$")
 }
 
 var (
@@ -411,7 +488,14 @@ func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes map[stri
 		}
 		return nil
 	}
-	if a.re != nil && !a.re.MatchString(v) {
+	re := a.re
+	if re == nil && a.Pattern != "" { // a rule that was made by hand
+		var err error
+		if re, err = wholePattern(a.Pattern); err != nil {
+			return fail("attribute %q has a rule with the pattern %q, which is no regular expression: %v", a.Name, a.Pattern, err)
+		}
+	}
+	if re != nil && !re.MatchString(v) {
 		return fail("attribute %q is %q, want %s", a.Name, printable(v, 60), a.Pattern)
 	}
 	// A value that lists nothing, such as "unknown", binds nothing.
@@ -421,9 +505,14 @@ func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes map[stri
 	return nil
 }
 
-// checkAxes binds axis names to lengths, plain names first, then products, which may settle one unknown factor each.
+// checkAxes binds axis names to lengths, plain names first, then products, which may settle one unknown factor each: again, for as long as that
+// binds another name, since it may be the missing one of a product that was looked at before.
 func (s *Schema) checkAxes(f *RefFields, axes map[string]int64, fail func(string, ...any) error) error {
-	for _, products := range []bool{false, true} {
+	bound := -1
+	for products := false; !products || len(axes) > bound; products = true {
+		if products {
+			bound = len(axes)
+		}
 		for i := range f.Features {
 			ft := &f.Features[i]
 			for j, axis := range s.Feature(ft.Name).Axes {

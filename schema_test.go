@@ -216,13 +216,69 @@ func TestParseSchemaRefusesBadDocuments(t *testing.T) {
 		{"default of nothing", doc(feature, `,"supervision":{"rule":"at_most_one","default":"d","encodings":[{"name":"e","features":["x"]}]}`), "which is no encoding"},
 		{"rule without encodings", doc(feature, `,"supervision":{"rule":"exactly_one"}`), "but no encodings"},
 		{"packing of nothing", doc(feature, `,"packing":["y"]`), `packing names "y"`},
+		{"another case", strings.Replace(doc(feature, ""), `"version"`, `"Version"`, 1), `unknown field "Version"`},
+		{"another case by folding", strings.Replace(doc(feature, ""), `"version"`, `"ver\u017fion"`, 1), `unknown field "verſion"`},
+		{"a field twice", doc(feature, `,"version":2`), `the field "version" is there twice`},
+		{"a nested field twice", doc(`{"name":"x","axes":["B"],"dtypes":["int64"],"required":true,"required":false}`, ""), `the field "required" is there twice`},
+		{"not UTF-8", doc(feature, `,"attributes":[{"name":"a","pattern":"`+"\xff"+`"}]`), "not valid UTF-8"},
+		{"many axes", doc(`{"name":"x","axes":["a"`+strings.Repeat(`,"a"`, 16)+`],"dtypes":["int64"]}`, ""), "has 17 axes, want at most 16"},
+		{"a pattern that gets out of its group", doc(feature, `,"attributes":[{"name":"a","pattern":"0)|(?:1"}]`), `has the pattern "0)|(?:1", which is no regular expression`},
+		{"a long pattern", doc(feature, `,"attributes":[{"name":"a","pattern":"`+strings.Repeat("a", 501)+`"}]`), "a pattern of 501 bytes, want at most 500"},
 		{"bad pattern", doc(feature, `,"attributes":[{"name":"a","pattern":"("}]`), "no regular expression"},
 		{"attribute with nothing", doc(feature, `,"attributes":[{"name":"a","required_with":"y"}]`), `is required with "y"`},
-		{"negative admission", doc(feature, `,"admission":{"min_tokens":-1}`), "admission has a negative count"},
+		{"negative admission", doc(feature, `,"admission":{"min_tokens":-1}`), "admission has the count -1, want 0 or more"},
 		{"long", strings.Repeat(" ", maxSchemaBytes+1), "at most 65536 are allowed"},
 	} {
 		if _, err := ParseSchema([]byte(tc.in)); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%s: got %v, want ...%s...", tc.name, err, tc.want)
+		}
+	}
+}
+
+func TestASchemaWithinADocumentIsCheckedAndEnforced(t *testing.T) {
+	t.Parallel()
+	s, err := SchemaOf(EAGLE3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wire, err := json.Marshal(RunConfig{RunID: "r", Schema: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var run RunConfig
+	if err := json.Unmarshal(wire, &run); err != nil {
+		t.Fatal(err)
+	}
+	byHand := *s
+	byHand.Attributes = []AttributeRule{{Name: "shift", Required: true, Pattern: "0|1"}}
+	f := eagleRef()
+	f.Attributes["shift"] = "11"
+	for what, schema := range map[string]*Schema{"read with its run": run.Schema, "made by hand": &byHand} {
+		if err := schema.Validate(buildRef(t, f)); !errors.Is(err, ErrSchema) || !strings.Contains(err.Error(), `attribute "shift" is "11", want 0|1`) {
+			t.Errorf("a schema that was %s: %v", what, err)
+		}
+	}
+	if err := json.Unmarshal([]byte(`{"run_id":"r","schema":{"name":"a","version":1,"features":[]}}`), &run); !errors.Is(err, ErrSchema) {
+		t.Errorf("a bad schema within a run: %v", err)
+	}
+}
+
+func TestProductsAreCheckedWhateverTheirOrder(t *testing.T) {
+	t.Parallel()
+	s, err := ParseSchema([]byte(`{"name":"x","version":1,"features":[
+		{"name":"a","axes":["K*H"],"dtypes":["int8"],"required":true},{"name":"b","axes":["2*H"],"dtypes":["int8"],"required":true}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n, want := range map[int64]string{96: "", 97: "axis K*H is 97, which is no multiple of 32"} {
+		features := []RefFeature{{"a", "k", Spec{[]int64{n}, Int8}}, {"b", "k", Spec{[]int64{64}, Int8}}}
+		for range 2 {
+			slices.Reverse(features)
+			err := s.Validate(buildRef(t, RefFields{SampleID: "s", RunID: "r", StoreURI: "m:", Generation: "g", Algorithm: "x", SchemaVersion: 1,
+				TargetModelVersion: "0", DraftWeightVersion: "0", Features: features}))
+			if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+				t.Errorf("%d, %q first: got %v, want %q", n, features[0].Name, err, want)
+			}
 		}
 	}
 }

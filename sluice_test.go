@@ -144,6 +144,7 @@ func TestCapsFillInMarksAndRefuseContradictions(t *testing.T) {
 		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: 5}, `"LowWatermarkBytes": is 5, want 0 or more and less than HighWatermarkBytes (5)`},
 		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: -1}, `"LowWatermarkBytes": is -1`},
 		{Caps{MaxBytes: 10, HighWatermarkSamples: 5}, `"HighWatermarkSamples": is 5, want 0, since MaxSamples is not set`},
+		{Caps{MaxBytes: 10, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0, since MaxSamples is not set`},
 		{Caps{MaxSamples: 10, LowWatermarkSamples: 9}, `"LowWatermarkSamples": is 9, want 0 or more and less than HighWatermarkSamples (8)`},
 	} {
 		if _, err := tc.caps.Resolve(); !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), tc.want) {
@@ -214,6 +215,8 @@ func TestRunRefusesCapsThatCannotHoldItsWindows(t *testing.T) {
 		{func(c *RunConfig) { c.LargestSample = 0 }, "largest_sample is missing"},
 		{func(c *RunConfig) { c.StepsPerCheckpoint = 3 }, "4 windows of 6 samples"},
 		{func(c *RunConfig) { c.Windows, c.StepsPerCheckpoint, c.SamplesPerStep = nil, 4, 5 }, "4 steps of 5 samples and one more sample of 100 bytes need 2100"},
+		{func(c *RunConfig) { c.Windows, c.LargestSample = nil, 1301 }, "max_bytes is 1300, but the largest sample has 1301 bytes; set it to 1301 or more"},
+		{func(c *RunConfig) { c.Windows, c.StepsPerCheckpoint = nil, 4 }, "samples_per_step is missing"},
 		{func(c *RunConfig) { c.Windows.Ranks = 0 }, `"ranks": is 0, want 1 to`},
 		{func(c *RunConfig) { c.RunID = "../x" }, "run_id"},
 		{func(c *RunConfig) { c.Schema = nil }, "schema is missing"},

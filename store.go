@@ -49,7 +49,7 @@ func (s *Sample) RefFields(storeURI, generation string) (RefFields, error) {
 	}
 	for i := range s.Features {
 		ft := &s.Features[i]
-		if err := ft.Tensor.Validate(); err != nil {
+		if err := ft.Validate(); err != nil {
 			return f, &Error{Kind: Invalid, Op: "sample", Subject: s.SampleID, Detail: fmt.Sprintf("features[%d] (%s)", i, printable(ft.Name, 60)), Err: err}
 		}
 		f.Features = append(f.Features, RefFeature{Name: ft.Name, Key: s.SampleID + "/" + ft.Name, Spec: ft.Spec})
@@ -280,8 +280,11 @@ func resolveMarks(unit string, limit int64, high, low *int64) error {
 		return fail("Max", limit, "0 (unset) or more, and less than 2^53")
 	}
 	if limit == 0 {
-		if *high != 0 || *low != 0 {
+		switch {
+		case *high != 0:
 			return fail("HighWatermark", *high, "0, since Max"+unit+" is not set")
+		case *low != 0:
+			return fail("LowWatermark", *low, "0, since Max"+unit+" is not set")
 		}
 		return nil
 	}

@@ -50,10 +50,17 @@ func (b *PromptBatch) Validate(vocab int64) error {
 	}
 	check := func(field string, t Tensor, want ...int64) error {
 		if t.DType != Int64 || len(t.Shape) != 2 || t.Shape[0] != want[0] || (len(want) > 1 && t.Shape[1] != want[1]) {
-			return bad(field, fmt.Sprintf("is %s, want int64 [%d,%d] like input_ids", t.Spec, rows, cols))
+			shape := fmt.Sprintf("[%d,%d] like input_ids", rows, cols)
+			if len(want) == 1 {
+				shape = fmt.Sprintf("[%d,docs]", rows)
+			}
+			return bad(field, fmt.Sprintf("is %s, want int64 %s", t.Spec, shape))
 		}
 		if err := t.Validate(); err != nil {
 			return bad(field, err.Error())
+		}
+		if !t.aligned() {
+			return bad(field, "begins at an address that is no multiple of 8, want data that is aligned to its elements")
 		}
 		return nil
 	}

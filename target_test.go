@@ -53,6 +53,7 @@ func TestPromptBatchRefusesWhatWouldRuinTraining(t *testing.T) {
 		{"no rows", testBatch, func(b *PromptBatch) { b.InputIDs = NewTensor(Int64, 0, 4) }, "want at least one row and one token"},
 		{"mask shape", testBatch, func(b *PromptBatch) { b.LossMask = NewTensor(Int64, 2, 3) }, `"loss_mask": is int64[2,3], want int64 [2,4] like input_ids`},
 		{"short data", testBatch, func(b *PromptBatch) { b.AttentionMask.Data = b.AttentionMask.Data[:8] }, "needs 64 bytes, has 8"},
+		{"unaligned data", testBatch, func(b *PromptBatch) { b.LossMask.Data = NewTensor(UInt8, 65).Data[1:] }, `"loss_mask": begins at an address that is no multiple of 8`},
 		{"id over the vocabulary", testBatch, func(b *PromptBatch) { View[int64](b.InputIDs)[5] = 10 }, `row 1, token 1: id 10 is outside the vocabulary of 10`},
 		{"negative id", testBatch, func(b *PromptBatch) { View[int64](b.InputIDs)[0] = -1 }, "row 0, token 0: id -1"},
 		{"mask of 2", testBatch, func(b *PromptBatch) { View[int64](b.LossMask)[1] = 2 }, `"loss_mask": row 0, token 1: 2, want 0 or 1`},
@@ -68,7 +69,7 @@ func TestPromptBatchRefusesWhatWouldRuinTraining(t *testing.T) {
 		{"huge length", packedBatch, func(b *PromptBatch) { b.SeqLens = ints(1, 2, 3, 1<<62) }, "entry 1 is 4611686018427387904"},
 		{"covers padding", packedBatch, func(b *PromptBatch) { View[int64](b.SeqLens)[2] = 1 }, "covers token 5, which attention_mask calls padding"},
 		{"remaining on padding", packedBatch, func(b *PromptBatch) { View[int64](b.DocRemaining)[5] = 1 }, "row 0, token 5: 1 on padding, want 0"},
-		{"rows of seq_lens", packedBatch, func(b *PromptBatch) { b.SeqLens = ints(2, 1, 3, 2) }, `"seq_lens": is int64[2,1]`},
+		{"rows of seq_lens", packedBatch, func(b *PromptBatch) { b.SeqLens = ints(2, 1, 3, 2) }, `"seq_lens": is int64[2,1], want int64 [1,docs]`},
 	} {
 		b := tc.make()
 		tc.edit(b)

@@ -58,11 +58,15 @@ func View[E Element](t Tensor) []E {
 	if len(t.Data) == 0 {
 		return nil
 	}
-	p := unsafe.Pointer(unsafe.SliceData(t.Data))
-	if uintptr(p)%uintptr(size) != 0 {
+	if !t.aligned() {
 		panic("sluice: View of a tensor that is not aligned to its elements")
 	}
-	return unsafe.Slice((*E)(p), int64(len(t.Data))/size)
+	return unsafe.Slice((*E)(unsafe.Pointer(unsafe.SliceData(t.Data))), int64(len(t.Data))/size)
+}
+
+// aligned reports whether the data of a valid tensor can be viewed.
+func (t Tensor) aligned() bool {
+	return len(t.Data) == 0 || uintptr(unsafe.Pointer(unsafe.SliceData(t.Data)))%uintptr(t.DType.Size()) == 0
 }
 
 // NewTensor returns a zeroed tensor whose data is aligned to 8 bytes. It panics if the spec does not validate.

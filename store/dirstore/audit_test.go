@@ -26,7 +26,7 @@ func (s *Store) audit() error {
 			}
 			free[at-1] = true
 		}
-		for at := l.head.pool; at != 0; at = l.slot(at - 1).next {
+		for at := l.pool; at != 0; at = l.slot(at - 1).next {
 			pooled[at-1] = true
 		}
 		for b := range l.slots {

@@ -21,11 +21,10 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 	t.Parallel()
 	const n = 100_000 // large enough for the pool
 	type scene struct {
-		s       *Store
-		ref     sluice.Ref // a sample that is in the store
-		ts      *sluice.Tensors
-		r       sluice.Reservation
-		expired sluice.Reservation
+		s   *Store
+		ref sluice.Ref // a sample that is in the store
+		ts  *sluice.Tensors
+		r   sluice.Reservation
 	}
 	ctx := t.Context()
 	for _, tc := range []struct {
@@ -85,7 +84,7 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			points := 0
+			var points int
 			for k := 0; ; k++ {
 				dir := shm(t)
 				clock := &handClock{}
@@ -144,9 +143,10 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 						must(t, observer.Claim(i.Ref, "queue")) // so that the release does not free it
 					}
 					must(t, ts.Release(ctx))
-					if i.Owner == "other" {
+					switch i.Owner {
+					case "other":
 						must(t, observer.Unclaim(i.Ref, "other"))
-					} else if i.Owner == "" {
+					case "":
 						must(t, observer.Unclaim(i.Ref, "queue"))
 					}
 				}

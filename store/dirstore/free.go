@@ -3,6 +3,7 @@
 package dirstore
 
 import (
+	"errors"
 	"sync"
 	"time"
 
@@ -226,12 +227,13 @@ func (s *Store) unlink(f trashFile) {
 		err = unix.Unlinkat(s.dirfd, f.name, 0)
 	}
 	s.files.RUnlock()
-	if err != nil && err != unix.ENOENT {
+	gone := err == nil || errors.Is(err, unix.ENOENT)
+	if !gone {
 		s.log.Warn("dirstore: can't unlink a freed file; gc will try again", "dir", s.dir, "file", f.name, "error", err)
 	}
 	_, _ = s.change(func(l *ledger) error {
 		if sl := l.slot(f.slot); sl.uid == f.uid && sl.state == stTrash {
-			if err != nil && err != unix.ENOENT {
+			if !gone {
 				sl.session = 0 // gc's
 				return nil
 			}

@@ -41,10 +41,10 @@ func (s *Store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 	}); err != nil {
 		return nil, err
 	}
+	s.hooks.reach("pinned")
 	features, unmap, err := s.load(ref, at)
 	if err != nil {
-		s.undoPin(handle, at, err)
-		return nil, err
+		return nil, s.undoPin(ref, handle, at, err)
 	}
 	return sluice.NewTensors(s, handle, features, func() error {
 		err := unmap()
@@ -65,7 +65,7 @@ type slotCopy struct {
 // known refuses refs that this store can't have. The id of every ref is valid, so it is a safe file name.
 func (s *Store) known(op string, ref sluice.Ref) error {
 	if ref.IsZero() {
-		return fail(sluice.Invalid, op, "", "the ref is the zero Ref")
+		return fail(sluice.NotFound, op, "", "the ref is the zero Ref")
 	}
 	if ref.StoreURI() != s.uri {
 		return fail(sluice.NotFound, op, ref.SampleID(), "is in the store %s, this is %s", ref.StoreURI(), s.uri)
@@ -82,7 +82,7 @@ func (s *Store) load(ref sluice.Ref, at slotCopy) (features []sluice.Feature, un
 	id := ref.SampleID()
 	fd, err := s.openSample(id)
 	if err != nil {
-		if err == unix.ENOENT {
+		if errors.Is(err, unix.ENOENT) {
 			return nil, nil, &sluice.Error{Kind: sluice.NotFound, Op: "dirstore: get", Subject: id, Detail: "its file was deleted by someone else", Err: err}
 		}
 		return nil, nil, sysError("get", id, "open the file", err)
@@ -157,7 +157,10 @@ func (s *Store) check(ref sluice.Ref, m *safetensors.Mapping, at slotCopy) ([]sl
 	if err != nil {
 		return nil, s.corrupt(id, "", err)
 	}
-	if checked {
+	switch {
+	case !checked && !s.medium.tmpfs:
+		return nil, s.corrupt(id, "has no checksums under "+safetensors.ChecksumsKey+" in its metadata, want one a feature", nil)
+	case checked:
 		_ = s.do(func(l *ledger) error {
 			if sl := l.slot(at.index); sl.uid == at.uid {
 				sl.epoch = l.epoch
@@ -172,21 +175,31 @@ func (s *Store) corrupt(id, detail string, err error) error {
 	return &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: get", Subject: id, Detail: strings.TrimSpace("the file " + s.samplePath(id) + " " + detail), Err: err}
 }
 
-// undoPin takes back the pin of a get that failed. It is no release: a sample that nobody claims stays.
-func (s *Store) undoPin(h sluice.Handle, at slotCopy, cause error) {
-	_ = s.do(func(l *ledger) error {
+// undoPin takes back the pin of a get that failed, and returns the error to report. It is no release: a sample that nobody claims stays.
+func (s *Store) undoPin(ref sluice.Ref, h sluice.Handle, at slotCopy, cause error) error {
+	err := s.do(func(l *ledger) error {
 		i, p := l.findPin(h.ID)
 		if p == nil {
 			return nil
 		}
 		l.clearPin(i, pinHandle|pinOpen)
-		if sl := l.slot(at.index); errors.Is(cause, unix.ENOENT) && sl.uid == at.uid && sl.state == stPublished {
+		switch sl := l.slot(at.index); {
+		case sl.uid != at.uid:
+		case sl.state != stPublished:
+			// It was aborted behind the pin: what has its name now is nobody's, or another sample's.
+			cause = notFound("get", ref)
+			l.settle(at.index)
+		case errors.Is(cause, unix.ENOENT):
 			l.lost(at.index)
-			return nil
+		default:
+			l.settle(at.index)
 		}
-		l.settle(at.index)
 		return nil
 	})
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	return cause
 }
 
 // Release gives up a pin, of whichever session.

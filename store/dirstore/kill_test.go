@@ -90,6 +90,33 @@ func TestAKillInTheMiddleOfAPutLeavesNothing(t *testing.T) {
 	}
 }
 
+func TestAnIDThatADeadPutHeldIsFree(t *testing.T) {
+	t.Parallel()
+	dir := shm(t)
+	a, b := mustOpen(t, dir, someCaps), mustOpen(t, dir, someCaps)
+	a.hooks.at = func(point string) {
+		if point == "written" {
+			panic(died{})
+		}
+	}
+	func() {
+		defer func() {
+			if _, ok := recover().(died); !ok {
+				t.Error("the put went on")
+			}
+		}()
+		_, _ = a.Put(t.Context(), sampleOf("s", 1, 70_000), sluice.Reservation{})
+	}()
+	_, err := b.Put(t.Context(), sampleOf("s", 2, 70_000), sluice.Reservation{})
+	wantError(t, "Put of an id that a live session puts", err, sluice.Duplicate, `"s"`)
+	a.crash()
+	mustPut(t, b, "s", 2, 70_000)
+	if h := b.Health(); h.ResidentSamples != 1 || h.ReservedSamples != 0 {
+		t.Errorf("health is %+v", h)
+	}
+	mustAudit(t, b, "at the end")
+}
+
 func TestAFullStoreEndsDeadSessionsBeforeItRefuses(t *testing.T) {
 	t.Parallel()
 	dir := shm(t)

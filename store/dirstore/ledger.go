@@ -261,10 +261,10 @@ func (h *header) sum() uint32 {
 func allocate(fd int, off, n int64) error {
 	for {
 		err := unix.Fallocate(fd, 0, off, n)
-		switch {
-		case err == unix.EINTR:
+		switch err {
+		case unix.EINTR:
 			continue
-		case err == unix.EOPNOTSUPP:
+		case unix.EOPNOTSUPP:
 			buf := make([]byte, 64<<10)
 			for n > 0 {
 				k, err := unix.Pwrite(fd, buf[:min(n, int64(len(buf)))], off)

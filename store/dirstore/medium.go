@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -118,16 +119,21 @@ func (s *Store) checkCaps(caps sluice.Caps) error {
 	if caps.MaxBytes <= total {
 		return nil
 	}
-	hint := "lower MaxBytes or choose a directory on a larger file system"
-	if s.medium.tmpfs {
-		hint = "give it more memory (docker run --shm-size=16g or --ipc=host; mount -o remount,size=16G), lower MaxBytes, or choose another directory"
-	}
 	return &sluice.Error{Kind: sluice.NoSpace, Op: "dirstore: open", Subject: s.dir, Detail: fmt.Sprintf("the cap of %d bytes (%s) is more than the %s there can ever hold, which is %d bytes (%s)",
-		caps.MaxBytes, human(caps.MaxBytes), s.medium.name, total, human(total)), Hint: hint}
+		caps.MaxBytes, human(caps.MaxBytes), s.medium.name, total, human(total)), Hint: s.moreRoom()}
 }
 
-// room is how many more bytes the file system takes, and on tmpfs, whose files are memory, the cgroup.
-func (s *Store) room() (free int64, of string) {
+// moreRoom says what to do about a file system that is too small.
+func (s *Store) moreRoom() string {
+	if s.medium.tmpfs {
+		return "give it more memory (docker run --shm-size=16g or --ipc=host; mount -o remount,size=16G), lower MaxBytes, or choose another directory"
+	}
+	return "lower MaxBytes or choose a directory on a larger file system"
+}
+
+// room is how many more bytes the file system takes, and on tmpfs, whose files are memory, the cgroup. fresh asks for a reading of the cgroup that
+// was made now. It is called under the ledger's lock.
+func (s *Store) room(fresh bool) (free int64, of string) {
 	if s.hooks.room != nil {
 		return s.hooks.room(), "file system"
 	}
@@ -136,14 +142,35 @@ func (s *Store) room() (free int64, of string) {
 		return math.MaxInt64, "file system" // the write will tell
 	}
 	free, of = blocks(st.Bavail, st.Bsize), "file system"
-	if s.medium.tmpfs {
-		for _, g := range s.cgroups {
-			if n, ok := g.free(); ok && n < free {
-				free, of = n, "memory cgroup"
-			}
+	if s.medium.tmpfs && len(s.cgroups) > 0 {
+		if n := s.groupRoom(fresh); n < free {
+			free, of = n, "memory cgroup"
 		}
 	}
 	return free, of
+}
+
+// groupReading is what the memory cgroups had left when they were asked.
+type groupReading struct {
+	at   time.Time
+	free int64
+	held int64 // what the store held then
+}
+
+// groupRoom is what the memory cgroups leave. Asking them takes ten times as long as the rest of a reservation, so an answer serves for a second, or until a
+// quarter of it was used, less what all sessions have put since.
+func (s *Store) groupRoom(fresh bool) int64 {
+	h := s.led.health(s.caps)
+	held := h.ResidentBytes + h.StagingBytes + h.PoolBytes
+	if r := &s.reading; fresh || r.at.IsZero() || time.Since(r.at) > time.Second || held-r.held > r.free/4 {
+		*r = groupReading{at: time.Now(), free: math.MaxInt64 / 2, held: held}
+		for _, g := range s.cgroups {
+			if n, ok := g.free(); ok {
+				r.free = min(r.free, n)
+			}
+		}
+	}
+	return s.reading.free - (held - s.reading.held)
 }
 
 // cgroup is a level of the process's memory cgroup that has a limit.

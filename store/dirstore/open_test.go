@@ -5,6 +5,7 @@ package dirstore
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -135,6 +136,41 @@ func TestOpenRefusesCapsThatTheMediumCanNeverHold(t *testing.T) {
 	wantError(t, "a 64 MB /dev/shm", err, sluice.NoSpace, "1073741824", "67108864", "--shm-size", "--ipc=host")
 }
 
+func TestOpenRefusesCapsThatContradictThemselvesAndLeavesNothing(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct {
+		caps sluice.Caps
+		want string
+	}{
+		{sluice.Caps{}, "neither MaxBytes nor MaxSamples is set"},
+		{sluice.Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"HighWatermarkBytes": is 11, want 1 to MaxBytes (10)`},
+		{sluice.Caps{MaxSamples: maxSlots}, "MaxSamples is"},
+	} {
+		dir := shm(t)
+		_, err := Open(dir, &Options{Caps: tc.caps})
+		wantError(t, "Open", err, sluice.Invalid, "dirstore: open", dir, tc.want)
+		if _, err := os.Stat(dir); !os.IsNotExist(err) {
+			t.Errorf("Open, refused for %s, left the directory: %v", tc.want, err)
+		}
+	}
+	for what, h := range map[string]hooks{"a network file system": {fsType: unix.NFS_SUPER_MAGIC}, "a small file system": {fsTotal: 1 << 20}} {
+		dir := shm(t)
+		if _, err := open(dir, someCaps, h); err == nil {
+			t.Errorf("%s is taken", what)
+		}
+		if _, err := os.Stat(dir); !os.IsNotExist(err) {
+			t.Errorf("Open, refused for %s, left the directory: %v", what, err)
+		}
+	}
+	mine := shm(t)
+	must(t, os.Mkdir(mine, 0o700))
+	_, err := Open(mine, nil)
+	wantError(t, "Open of an empty directory without caps", err, sluice.Invalid, "neither MaxBytes nor MaxSamples is set")
+	if left, err := os.ReadDir(mine); err != nil || len(left) != 0 {
+		t.Errorf("a refused Open left %v in a directory that was there, %v", left, err)
+	}
+}
+
 func TestRunningOutOfRoomSurfacesAtReservation(t *testing.T) {
 	t.Parallel()
 	free := int64(50_000)
@@ -142,7 +178,7 @@ func TestRunningOutOfRoomSurfacesAtReservation(t *testing.T) {
 	must(t, err)
 	defer s.Close()
 	_, err = s.Reserve(t.Context(), 60_000)
-	wantError(t, "Reserve", err, sluice.NoSpace, "60000", "50000")
+	wantError(t, "Reserve", err, sluice.NoSpace, "60000", "50000", "--shm-size")
 	r, err := s.Reserve(t.Context(), 40_000)
 	must(t, err)
 	_, err = s.Reserve(t.Context(), 20_000)
@@ -315,6 +351,59 @@ func TestAfterAPowerCutTheFilesDecide(t *testing.T) {
 	must(t, s.Claim(torn, "queue")) // what a recovering queue does
 }
 
+func TestOwnersWithoutClaimsMakeRoomForOthers(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), &Options{Caps: sluice.Caps{MaxSamples: 1000}})
+	pin := mustPut(t, s, "again", 1, 10)
+	defer mustGet(t, s, pin).Release(t.Context())
+	for i := range 3 * maxOwners { // more in turn than there is room for at once
+		owner := fmt.Sprint("queue-", i)
+		must(t, s.Claim(pin, owner))
+		must(t, s.Unclaim(pin, owner))
+	}
+	refs := make([]sluice.Ref, maxOwners+1)
+	for i := range refs {
+		refs[i] = mustPut(t, s, fmt.Sprint("s-", i), 1, 10)
+	}
+	for i, ref := range refs[:maxOwners] {
+		must(t, s.Claim(ref, fmt.Sprint("owner-", i)))
+	}
+	wantError(t, "Claim by one more", s.Claim(refs[maxOwners], "late"), sluice.Full, "late", "128")
+	must(t, s.Unclaim(refs[7], "owner-7"))
+	must(t, s.Claim(refs[maxOwners], "late"))
+	for i, ref := range refs[:maxOwners] {
+		if i != 7 {
+			wantError(t, "Claim by another", s.Claim(ref, "late"), sluice.Conflict, fmt.Sprint("owner-", i))
+		}
+	}
+	mustAudit(t, s, "at the end")
+}
+
+func TestWhatADeadOpenLeftIsSwept(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), someCaps)
+	for name, old := range map[string]bool{"dead": true, "locked": true, "young": false} {
+		f, err := os.Create(filepath.Join(s.dir, newPrefix+name))
+		must(t, err)
+		defer f.Close()
+		if name == "locked" {
+			must(t, flock(int(f.Fd()), unix.LOCK_EX))
+		}
+		if old {
+			at := time.Now().Add(-2 * time.Minute)
+			must(t, os.Chtimes(f.Name(), at, at))
+		}
+	}
+	if n, err := s.GC(t.Context()); n != 1 || err != nil {
+		t.Errorf("GC removed %d entries, %v, want 1", n, err)
+	}
+	for name, there := range map[string]bool{"dead": false, "locked": true, "young": true} {
+		if _, err := os.Stat(filepath.Join(s.dir, newPrefix+name)); (err == nil) != there {
+			t.Errorf("%s: %v, want it there: %v", name, err, there)
+		}
+	}
+}
+
 func TestForeignFilesAreLeftAlone(t *testing.T) {
 	t.Parallel()
 	dir, clock := shm(t), &handClock{ahead: 100 * time.Hour}
@@ -377,6 +466,75 @@ func TestADeletedFileIsNotFoundAndTheCountersHeal(t *testing.T) {
 	}
 	must(t, s.Unclaim(ref, "queue"))
 	mustAudit(t, s, "after GC of a deleted file")
+}
+
+func TestAGetThatLosesItsSampleToAnAbortIsNotFoundEvenIfTheNameIsTakenAgain(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), &Options{Caps: sluice.Caps{MaxBytes: 4 << 20}})
+	for _, again := range []bool{false, true} {
+		ref := mustPut(t, s, "s", 1, 70_000)
+		var later sluice.Ref
+		s.hooks.at = func(point string) {
+			if point != "pinned" {
+				return
+			}
+			s.hooks.at = nil
+			must(t, s.Abort(t.Context(), ref))
+			if again {
+				later = mustPut(t, s, "s", 2, 70_000)
+			}
+		}
+		if _, err := s.Get(t.Context(), ref); !errors.Is(err, sluice.ErrNotFound) || !strings.Contains(err.Error(), ref.Generation()) {
+			t.Errorf("again %v: got %v, want not found in generation %s", again, err, ref.Generation())
+		}
+		if again {
+			must(t, mustGet(t, s, later).Release(t.Context()))
+		}
+		if h := s.Health(); h.UsedBytes() != 0 || h.ResidentSamples != 0 {
+			t.Errorf("again %v: %+v is still counted", again, h)
+		}
+		mustAudit(t, s, "at the end")
+	}
+}
+
+func TestHealthWaitsForNoPutAndNoChangeOfTheLedger(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), &Options{Caps: sluice.Caps{MaxBytes: 4 << 20}})
+	seen := 0
+	s.hooks.at = func(point string) {
+		if h := s.Health(); point == "written" && h.StagingBytes == 70_000 && h.ReservedBytes == 70_000 && h.ResidentBytes == 0 {
+			seen++
+		}
+	}
+	mustPut(t, s, "s", 1, 70_000)
+	must(t, s.do(func(*ledger) error { // with every lock of a change held
+		if h := s.Health(); h.ResidentBytes == 70_000 && h.StagingBytes == 0 {
+			seen++
+		}
+		return nil
+	}))
+	if seen != 2 {
+		t.Errorf("health told the truth %d times, want 2", seen)
+	}
+}
+
+func TestOnDisksAFileThatLostItsChecksumsIsCorrupt(t *testing.T) {
+	t.Parallel()
+	dir := freshDir(t, diskDir(t))
+	s := mustOpen(t, dir, someCaps)
+	ref := mustPut(t, s, "s", 1, 70_000)
+	path := s.samplePath("s")
+	must(t, s.Close())
+	data, err := os.ReadFile(path)
+	must(t, err)
+	at := bytes.Index(data, []byte(safetensors.ChecksumsKey))
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	must(t, err)
+	_, err = f.WriteAt([]byte("X"), int64(at))
+	must(t, errors.Join(err, f.Close()))
+	again := mustOpen(t, dir, someCaps)
+	_, err = again.Get(t.Context(), ref)
+	wantError(t, "Get of a file without checksums", err, sluice.Corrupt, path, "has no checksums")
 }
 
 func TestATruncatedOrReplacedFileIsCorruptAndNamed(t *testing.T) {

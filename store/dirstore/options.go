@@ -24,12 +24,13 @@ type Options struct {
 
 	Durability Durability
 
-	// Verify checks the crc32c of every feature at every get, on every medium.
+	// Verify checks the crc32c of every feature at every get, on every medium. On tmpfs, what a session without Verify has put carries none and goes
+	// unchecked, so give all sessions the same.
 	Verify bool
 
 	// NoPool gives the memory of freed samples back at once, instead of keeping some files for later puts of this session.
 	NoPool bool
 
 	Clock  sluice.Clock // SystemClock if nil
-	Logger *slog.Logger // nothing is logged if nil
+	Logger *slog.Logger // slog.Default if nil
 }

@@ -28,8 +28,8 @@ func digest(generation string) (d [16]byte) {
 
 // Reserve sets room aside, in the caps and on the medium.
 func (s *Store) Reserve(ctx context.Context, bytes int64) (r sluice.Reservation, err error) {
-	if bytes < 0 {
-		return r, fail(sluice.Invalid, "reserve", "", "%d bytes, want 0 or more", bytes)
+	if bytes < 0 || bytes >= 1<<53 {
+		return r, fail(sluice.Invalid, "reserve", "", "bytes is %d, want 0 or more and less than 2^53", bytes)
 	}
 	if err := s.enter(ctx, "reserve"); err != nil {
 		return r, err
@@ -105,20 +105,20 @@ func (l *ledger) makeRoom(op, subject string, n, hadBytes, hadSamples int64) err
 		return err
 	}
 	need := n - hadBytes + l.reservedBytes.Load() - l.stagingBytes.Load()
-	free, of := l.s.room()
-	if need <= free {
+	if free, _ := l.s.room(false); need <= free {
 		return nil
 	}
 	l.purgeTrash(true)
-	if free, of = l.s.room(); need > free {
+	if free, _ := l.s.room(true); need > free {
 		l.purgePool(need - free)
 	}
-	if free, of = l.s.room(); need <= free {
+	free, of := l.s.room(true)
+	if need <= free {
 		return nil
 	}
 	return &sluice.Error{Kind: sluice.NoSpace, Op: "dirstore: " + op, Subject: subject,
 		Detail: fmt.Sprintf("%d bytes (%s) are wanted beside %d that are reserved, the %s of %s has %d (%s) free", n, human(n), need-n+hadBytes, of, l.s.dir, free, human(free)),
-		Hint:   "free room there, or lower MaxBytes so that the gate paces producers in time"}
+		Hint:   "free room there, or " + l.s.moreRoom()}
 }
 
 func (l *ledger) fits(op, subject string, n, hadBytes, hadSamples int64) error {
@@ -228,7 +228,12 @@ func (s *Store) plan(sample *sluice.Sample) (sluice.Ref, *safetensors.Layout, er
 // stage takes id and room for a put.
 func (l *ledger) stage(ref sluice.Ref, size int64, r sluice.Reservation) (p staged, err error) {
 	id, n := ref.SampleID(), ref.EstimatedBytes()
-	if _, other := l.find(id); other != nil {
+	_, other := l.find(id)
+	if other != nil && other.state == stStaging {
+		l.reapDead() // it may be a put that died
+		_, other = l.find(id)
+	}
+	if other != nil {
 		return p, fail(sluice.Duplicate, "put", id, "the id is taken by a sample that is here")
 	}
 	i, sl := l.reservation(r.ID)

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/url"
 	"os"
@@ -44,8 +43,10 @@ type Store struct {
 	caps     sluice.Caps
 	medium   medium
 	cgroups  []cgroup
-	ino, dev uint64 // of the directory
-	poolRoom int64  // bound of the pool where MaxBytes sets none
+	reading  groupReading // of the cgroups; guarded by mu
+	ino, dev uint64       // of the directory
+	made     bool         // this session has made the directory
+	poolRoom int64        // bound of the pool where MaxBytes sets none
 
 	// life is held shared by every call for its time, and alone by Close.
 	life   sync.RWMutex
@@ -109,7 +110,7 @@ func open(dir string, opts *Options, h hooks) (*Store, error) {
 		s.clock = sluice.SystemClock{}
 	}
 	if s.log = s.opts.Logger; s.log == nil {
-		s.log = slog.New(slog.NewTextHandler(io.Discard, &slog.HandlerOptions{Level: slog.Level(100)}))
+		s.log = slog.Default()
 	}
 	if s.opts.Durability != Process && s.opts.Durability != Power {
 		return nil, fail(sluice.Invalid, "open", dir, "durability is %d, want Process or Power", s.opts.Durability)
@@ -117,7 +118,7 @@ func open(dir string, opts *Options, h hooks) (*Store, error) {
 	if s.opts.Caps != (sluice.Caps{}) {
 		caps, err := s.opts.Caps.Resolve()
 		if err != nil {
-			return nil, err
+			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: open", Subject: dir, Err: err}
 		}
 		if caps.MaxSamples > maxSlots/2 {
 			return nil, fail(sluice.Invalid, "open", dir, "MaxSamples is %d, want at most %d", caps.MaxSamples, maxSlots/2)
@@ -129,6 +130,9 @@ func open(dir string, opts *Options, h hooks) (*Store, error) {
 	}
 	if err := s.join(); err != nil {
 		_ = unix.Close(s.dirfd)
+		if s.made {
+			_ = unix.Rmdir(s.dir) // refuses if another session has come meanwhile
+		}
 		return nil, err
 	}
 	return s, nil
@@ -146,9 +150,11 @@ func (s *Store) openDir(dir string) error {
 		return sysError("open", abs, "find the parent directory", err)
 	}
 	abs = filepath.Join(parent, filepath.Base(abs))
-	if err := unix.Mkdir(abs, 0o700); err != nil && err != unix.EEXIST {
+	err = unix.Mkdir(abs, 0o700)
+	if err != nil && !errors.Is(err, unix.EEXIST) {
 		return sysError("open", abs, "create the directory", err)
 	}
+	s.made = err == nil
 	var st unix.Stat_t
 	if err := unix.Lstat(abs, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFLNK {
 		return &sluice.Error{Kind: sluice.Denied, Op: "dirstore: open", Subject: abs, Detail: "is a symbolic link, want a directory", Hint: "give the directory it points to"}
@@ -165,7 +171,7 @@ func (s *Store) openDir(dir string) error {
 		_ = unix.Close(fd)
 		return err
 	}
-	s.dir, s.dirfd, s.ino, s.dev = abs, fd, st.Ino, uint64(st.Dev)
+	s.dir, s.dirfd, s.ino, s.dev = abs, fd, st.Ino, st.Dev
 	s.uri = (&url.URL{Scheme: "file", Path: abs}).String()
 	return nil
 }
@@ -187,6 +193,14 @@ func (s *Store) join() error {
 	}
 	if s.medium.tmpfs {
 		s.cgroups = cgroups()
+	}
+	// What is wrong with the caps is found before there is a ledger: a refused open leaves nothing.
+	if s.opts.Caps != (sluice.Caps{}) {
+		if err := s.checkCaps(s.opts.Caps); err != nil {
+			return err
+		}
+	} else if err := unix.Fstatat(s.dirfd, ledgerName, &unix.Stat_t{}, unix.AT_SYMLINK_NOFOLLOW); errors.Is(err, unix.ENOENT) {
+		return s.noCaps()
 	}
 	l, err := s.openLedger()
 	if err != nil {
@@ -213,6 +227,8 @@ func (s *Store) join() error {
 	if err == nil {
 		err = s.do(func(l *ledger) error {
 			_, err := l.sweep()
+			free, _ := s.room(true)
+			s.poolRoom = free / 8
 			return err
 		})
 	}
@@ -222,8 +238,6 @@ func (s *Store) join() error {
 		return err
 	}
 	s.shown = l.head
-	free, _ := s.room()
-	s.poolRoom = free / 8
 	return nil
 }
 
@@ -233,8 +247,7 @@ func (l *ledger) adoptCaps(others int) error {
 	have, want := capsOf(l.caps), s.opts.Caps
 	switch {
 	case want == (sluice.Caps{}) && have == (sluice.Caps{}):
-		_, err := want.Resolve()
-		return err
+		return s.noCaps()
 	case want == (sluice.Caps{}):
 		want = have
 	case have != want && others > 0:
@@ -247,6 +260,12 @@ func (l *ledger) adoptCaps(others int) error {
 	l.caps = [6]int64{want.MaxBytes, want.MaxSamples, want.HighWatermarkBytes, want.LowWatermarkBytes, want.HighWatermarkSamples, want.LowWatermarkSamples}
 	s.caps = want
 	return nil
+}
+
+// noCaps refuses to make a store without caps.
+func (s *Store) noCaps() error {
+	_, err := sluice.Caps{}.Resolve()
+	return &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: open", Subject: s.dir, Err: err}
 }
 
 func capsOf(c [6]int64) sluice.Caps {
@@ -329,7 +348,7 @@ func (s *Store) letGo() {
 	s.led = nil
 	s.view.Lock()
 	if s.shown != nil {
-		s.final, s.shown = l.head.health(s.caps), nil
+		s.final, s.shown = l.health(s.caps), nil
 	}
 	s.view.Unlock()
 	s.files.Lock()
@@ -385,7 +404,7 @@ func (s *Store) closedError(op string) error {
 func (s *Store) checkDirectory(op string) error {
 	var st unix.Stat_t
 	err := unix.Lstat(s.dir, &st)
-	if err == nil && st.Ino == s.ino && uint64(st.Dev) == s.dev {
+	if err == nil && st.Ino == s.ino && st.Dev == s.dev {
 		return nil
 	}
 	what := "was replaced by another directory"

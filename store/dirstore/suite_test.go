@@ -5,7 +5,6 @@ package dirstore
 import (
 	"os"
 	"path/filepath"
-	"syscall"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -30,15 +29,23 @@ func freshDir(t testing.TB, under string) string {
 	return filepath.Join(base, "store")
 }
 
-// crash ends the session as the death of its process would: the kernel drops the locks with the last use of the ledger's descriptor.
+// crash ends the session as the death of its process would: the kernel drops the locks with the last use of the ledger's descriptor. A child that
+// another test has forked, and that has not come to close what it inherited, uses it for a moment longer, so crash waits for the session's lock.
 func (s *Store) crash() {
-	// A child that another test has forked and that has not yet become its program would hold the locks for a moment longer.
-	syscall.ForkLock.Lock()
-	defer syscall.ForkLock.Unlock()
 	s.watch.close(s.shown)
 	s.reaper.close()
 	s.closed.Store(true)
+	var me uint32
+	if s.led != nil {
+		me = s.led.me
+	}
 	s.letGo()
+	fd, err := unix.Open(filepath.Join(s.dir, ledgerName), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if me == 0 || err != nil {
+		return
+	}
+	_, _ = (&ledger{fd: fd}).rangeLock(unix.F_OFD_SETLKW, unix.F_WRLCK, int64(me))
+	_ = unix.Close(fd)
 }
 
 func harness(under string, change func(*Options)) storetest.Harness {

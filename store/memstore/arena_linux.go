@@ -235,9 +235,9 @@ func (a *arena) endIfUnused() {
 		return
 	}
 	for _, r := range a.shown {
-		unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(r)), uintptr(len(r)))
+		_ = unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(r)), uintptr(len(r))) // fails only for what is no mapping
 	}
-	unix.Close(a.fd)
+	_ = unix.Close(a.fd)
 	a.fd, a.shown, a.rest, a.empty = -1, nil, nil, nil
 }
 
@@ -291,7 +291,7 @@ func (s *segment) free() {
 	a.used -= s.booked
 	a.live--
 	if a.closed {
-		a.punch(s, 0)
+		_ = a.punch(s, 0) // what stays goes with the file
 		a.endIfUnused()
 		return
 	}

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/sluice-ml/sluice"
 	"golang.org/x/sys/unix"
@@ -66,6 +67,44 @@ func TestNothingIsLeftOfAClosedStore(t *testing.T) {
 			t.Errorf("Health is %+v", h)
 		}
 	}
+}
+
+func TestHealthWaitsForNoOtherCall(t *testing.T) {
+	t.Parallel()
+	s := open(t, &Options{Caps: sluice.Caps{MaxBytes: 1 << 20}})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.arena.mu.Lock()
+	defer s.arena.mu.Unlock()
+	if h := s.Health(); h.Caps.MaxBytes != 1<<20 || h.UsedBytes() != 0 {
+		t.Errorf("health is %+v", h)
+	}
+}
+
+// TestAGetTouchesNoPage: a writable private mapping that is populated is a copy of it all.
+func TestAGetTouchesNoPage(t *testing.T) {
+	s := open(t, &Options{Caps: sluice.Caps{MaxBytes: 1 << 30}})
+	ts := get(t, s, put(t, s, sample("s", 8<<20, 1)))
+	resident := func() (kib int64) {
+		smaps, err := os.ReadFile("/proc/self/smaps")
+		must(t, err)
+		_, own, ok := strings.Cut(string(smaps), fmt.Sprintf("\n%x-", uintptr(unsafe.Pointer(unsafe.SliceData(ts.Features[0].Data)))))
+		if !ok {
+			t.Fatal("the tensors are no mapping")
+		}
+		_, own, _ = strings.Cut(own, "\nRss:")
+		_, err = fmt.Sscan(own, &kib)
+		must(t, err)
+		return kib
+	}
+	if kib := resident(); kib != 0 {
+		t.Errorf("a fresh mapping of 8 MiB has %d KiB in memory", kib)
+	}
+	ts.Features[0].Data[0]++
+	if kib := resident(); kib == 0 || kib > 4096 {
+		t.Errorf("after one write, the mapping has %d KiB in memory", kib)
+	}
+	must(t, ts.Release(t.Context()))
 }
 
 func TestThePoolIsRecycledAndCounted(t *testing.T) {

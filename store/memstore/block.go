@@ -50,16 +50,16 @@ func viewBytes(mem []byte, features []sluice.Feature, offsets []int64) {
 }
 
 // private is memory with b's content that its holder may write to: a private mapping of a segment, or a copy.
-func (b block) private() (private, error) {
+func (b block) private() private {
 	if b.seg != nil {
 		if p, err := b.seg.private(); err == nil {
-			return p, nil
+			return p
 		}
 		// Out of mappings or of address space, most likely. The heap needs neither.
 	}
 	c := heapBlock(int64(len(b.bytes())))
 	copy(c.heap, b.bytes())
-	return private{mem: c.heap}, nil
+	return private{mem: c.heap}
 }
 
 // free gives the memory back. Nobody may hold any of it.

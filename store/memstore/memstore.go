@@ -33,6 +33,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -154,8 +156,8 @@ func (s *Store) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, e
 	if err := context.Cause(ctx); err != nil {
 		return sluice.Reservation{}, err
 	}
-	if bytes < 0 {
-		return sluice.Reservation{}, fault(sluice.Invalid, "reserve", "", "bytes is %d, want 0 or more", bytes)
+	if bytes < 0 || bytes >= 1<<53 {
+		return sluice.Reservation{}, fault(sluice.Invalid, "reserve", "", "bytes is %d, want 0 or more and less than 2^53", bytes)
 	}
 	r := sluice.Reservation{ID: sluice.NewHandleID().String(), Bytes: bytes}
 	s.mu.Lock()
@@ -172,7 +174,7 @@ func (s *Store) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, e
 	// What is reserved and not yet written will come from the pool first, and from the machine where that is not enough.
 	h := s.Health()
 	if err := s.machine.has(h.ReservedBytes - h.StagingBytes - h.PoolBytes); err != nil {
-		s.Unreserve(ctx, r) // only a Close can be faster, and has done it then
+		_ = s.Unreserve(ctx, r) // only a Close can be faster, and has done it then
 		return sluice.Reservation{}, &sluice.Error{Kind: sluice.NoSpace, Op: "memstore: reserve", Detail: fmt.Sprintf("%d bytes", bytes), Err: err, Hint: memoryHint}
 	}
 	return r, nil
@@ -382,20 +384,16 @@ func (s *Store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 	s.pins[h.ID] = sm
 	s.mu.Unlock() // the pin holds the memory from here on
 
-	unpin := func(err error) (*sluice.Tensors, error) {
+	if !ref.Equal(sm.ref) { // the same generation, and somebody changed what it says
+		err := ref.CheckFeatures("memstore: get", sm.features)
+		if err == nil {
+			err = fault(sluice.Corrupt, "get", ref.SampleID(), "the ref has the features of the one that its put returned, and differs from it elsewhere")
+		}
 		s.unpin(h.ID, false)
 		s.unmapped(sm)
 		return nil, err
 	}
-	if !ref.Equal(sm.ref) { // somebody else's words for it: believe the bytes
-		if err := ref.CheckFeatures("memstore: get", sm.features); err != nil {
-			return unpin(err)
-		}
-	}
-	private, err := sm.block.private()
-	if err != nil {
-		return unpin(fault(sluice.NoSpace, "get", ref.SampleID(), "cannot map %d bytes: %v", sm.bytes, err))
-	}
+	private := sm.block.private()
 	features := make([]sluice.Feature, len(sm.features))
 	axes := 0
 	for i := range sm.features {
@@ -527,6 +525,12 @@ func (s *Store) Close() error {
 		return nil
 	}
 	s.closed = true
+	all := slices.Collect(maps.Values(s.samples))
+	for _, sm := range s.pins {
+		if !sm.present { // aborted: only its pins lead to it
+			all = append(all, sm)
+		}
+	}
 	clear(s.pins)
 	for id, r := range s.reservations {
 		if !r.used { // the Put that uses it ends it
@@ -534,14 +538,13 @@ func (s *Store) Close() error {
 			s.ledger.unreserve(r.bytes)
 		}
 	}
-	all := s.samples
 	s.samples = map[string]*entry{}
 	var free []*entry
 	for _, sm := range all {
 		sm.present = false
 		sm.pins = 0
 		if !sm.published {
-			continue // the Put that is under way sees that we are closed
+			continue // the Put that is under way sees that we are closed; or it had two pins
 		}
 		if sm.dead {
 			s.ledger.mark(sm.bytes, false)

@@ -3,6 +3,7 @@ package storetest
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -192,6 +193,16 @@ var capsTests = []test{
 		_, err := s.Reserve(bg, -1)
 		wantError(t, "Reserve(-1)", err, sluice.ErrInvalid, "-1", "0 or more")
 		before.wantSame(t, "Reserve(-1)", s)
+	}},
+	{"ReserveRefusesSizesThatWouldOverflowTheCounters", 0, func(t *testing.T, k *kit) {
+		s := k.open(t, sluice.Caps{MaxSamples: 10})
+		mustReserve(t, s, 100)
+		before := look(t, s)
+		for _, n := range []int64{1 << 53, math.MaxInt64 - 50, math.MaxInt64} {
+			_, err := s.Reserve(bg, n)
+			wantError(t, fmt.Sprintf("Reserve(%d)", n), err, sluice.ErrInvalid, fmt.Sprint(n), "2^53")
+			before.wantSame(t, fmt.Sprintf("Reserve(%d)", n), s)
+		}
 	}},
 	{"AReservationForNothingCountsOneSample", 0, func(t *testing.T, k *kit) {
 		s := k.open(t, roomy)

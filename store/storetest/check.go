@@ -95,7 +95,7 @@ func diffFeatures(got, want []sluice.Feature) string {
 		switch g, w := &got[i], &want[i]; {
 		case g.Name != w.Name:
 			return fmt.Sprintf("feature %d is %q, want %q", i, g.Name, w.Name)
-		case !g.Spec.Equal(w.Spec):
+		case !g.Equal(w.Spec):
 			return fmt.Sprintf("feature %q is %s, want %s", w.Name, g.Spec, w.Spec)
 		case len(g.Data) != len(w.Data):
 			return fmt.Sprintf("feature %q has %d bytes, want %d", w.Name, len(g.Data), len(w.Data))

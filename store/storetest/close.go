@@ -98,6 +98,23 @@ var closeTests = []test{
 			t.Errorf("a closed store keeps %d bytes for recycling", p)
 		}
 	}},
+	{"CloseEndsThePinsOfAbortedSamples", 0, func(t *testing.T, k *kit) {
+		for _, n := range []int64{100, 70_000} {
+			s := k.open(t, roomy)
+			refs := []sluice.Ref{mustPut(t, s, sampleSized("s-1", 1, n)), mustPut(t, s, sampleSized("s-2", 2, n))}
+			mapped, pinned := mustGet(t, s, refs[0]), mustGet(t, s, refs[1])
+			noError(t, "Tensors.Close", pinned.Close())
+			for _, ref := range refs {
+				noError(t, "Abort", s.Abort(bg, ref))
+			}
+			wantHealth(t, "aborted but pinned", s, held(refs...))
+			noError(t, "Close", s.Close())
+			wantFeatures(t, "tensors after Close of their store", mapped.Features, sampleSized("s-1", 1, n).Features)
+			noError(t, "Tensors.Release", mapped.Release(bg))
+			noError(t, "Tensors.Release", pinned.Release(bg))
+			wantHealth(t, "closed, released and unmapped", s, held())
+		}
+	}},
 	{"CloseMayRaceEverything", 0, func(t *testing.T, k *kit) {
 		for range 5 {
 			s := k.open(t, roomy)

@@ -93,6 +93,34 @@ var concurrentTests = []test{
 			wantListed(t, "after the race", s)
 		}
 	}},
+	{"AGetThatRacesAnotherPutOfItsIDIsRightOrNotFound", 0, func(t *testing.T, k *kit) {
+		s := k.open(t, roomy)
+		ref := mustPut(t, s, sampleSized("s-1", 0, 70_001))
+		for round := range uint64(200) {
+			var wg sync.WaitGroup
+			old := ref
+			wg.Go(func() {
+				ts, err := s.Get(bg, old)
+				if errors.Is(err, sluice.ErrNotFound) {
+					return
+				}
+				if err != nil {
+					t.Errorf("Get: %v", err)
+					return
+				}
+				if d := diffFeatures(ts.Features, sampleSized("s-1", round, 70_001).Features); d != "" {
+					t.Errorf("Get while the sample is replaced: %s", d)
+				}
+				if err := ts.Release(bg); err != nil {
+					t.Errorf("Tensors.Release: %v", err)
+				}
+			})
+			noError(t, "Abort", s.Abort(bg, old))
+			ref = mustPut(t, s, sampleSized("s-1", round+1, 70_001))
+			wg.Wait()
+			wantHealth(t, "after the race", s, held(ref))
+		}
+	}},
 }
 
 type stressed struct {
@@ -111,8 +139,10 @@ func (x stressed) finish(s sluice.Store, c sluice.ClaimStore) error {
 	if d := diffFeatures(ts.Features, want); d != "" {
 		return errors.New("Get " + x.ref.SampleID() + ": " + d)
 	}
-	if c != nil && c.Unclaim(x.ref, "queue-1") != nil {
-		return errors.New("Unclaim failed")
+	if c != nil {
+		if err := c.Unclaim(x.ref, "queue-1"); err != nil {
+			return err
+		}
 	}
 	if err := s.Release(bg, ts.Handle); err != nil {
 		return err

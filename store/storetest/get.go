@@ -26,7 +26,7 @@ var getTests = []test{
 		if !slices.Equal(names, want) || !slices.Equal(ref.FeatureNames(), want) {
 			t.Errorf("Get has %v, the ref %v, the producer put %v", names, ref.FeatureNames(), want)
 		}
-		if f, ok := ts.Feature("loss_mask"); !ok || !f.Spec.Equal(sample.Features[4].Spec) {
+		if f, ok := ts.Feature("loss_mask"); !ok || !f.Equal(sample.Features[4].Spec) {
 			t.Errorf("Feature(loss_mask) = %v, %v", f.Spec, ok)
 		}
 		if ts.Handle.SampleID != "s-1" || ts.Handle.StoreURI != s.URI() || ts.Handle.ID == (sluice.HandleID{}) {
@@ -84,9 +84,9 @@ var getTests = []test{
 		}
 		_, err := other.Get(bg, ref)
 		wantError(t, "Get from another store", err, sluice.ErrNotFound)
-		if _, err := s.Get(bg, sluice.Ref{}); err == nil {
-			t.Error("Get with the zero Ref worked")
-		}
+		_, err = s.Get(bg, sluice.Ref{})
+		wantError(t, "Get with the zero Ref", err, sluice.ErrNotFound)
+		noError(t, "Abort with the zero Ref", s.Abort(bg, sluice.Ref{}))
 		before.wantSame(t, "Get of what is not there", s)
 	}},
 	{"GetWithARefThatPromisesSomethingElseIsCorruptAndPinsNothing", 0, func(t *testing.T, k *kit) {
@@ -102,6 +102,9 @@ var getTests = []test{
 				f.EstimatedBytes -= f.Features[4].Bytes()
 				f.Features = f.Features[:4]
 			},
+			"another attribute":        func(f *sluice.RefFields) { f.Attributes["shift"] = "1" },
+			"another number of tokens": func(f *sluice.RefFields) { f.NumTokens++ },
+			"another run":              func(f *sluice.RefFields) { f.RunID = "run-2" },
 		} {
 			_, err := s.Get(bg, retold(t, ref, change))
 			wantError(t, "Get with a ref of "+what, err, sluice.ErrCorrupt, "s-1")

@@ -310,7 +310,7 @@ func (m *model) check(rt *rapid.T) {
 
 // end gives everything back, after which nothing may be counted.
 func (m *model) end(rt *rapid.T) {
-	defer m.s.Close()
+	defer func() { expectEnd(rt, m.s.Close()) }()
 	for _, h := range m.tensors {
 		if err := errors.Join(m.s.Release(bg, h.ts.Handle), h.ts.Close()); err != nil {
 			rt.Errorf("Tensors.Release: %v", err)

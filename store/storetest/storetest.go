@@ -131,7 +131,7 @@ func (k *kit) skipUnless(t *testing.T, n need) {
 		{attached, func() bool { return !k.h.Detached }, "the store does not count what it handed out"},
 		{claims, func() bool {
 			s := k.open(t, sluice.Caps{MaxSamples: 1})
-			defer s.Close()
+			defer func() { noError(t, "Close", s.Close()) }()
 			_, ok := s.(sluice.ClaimStore)
 			return ok
 		}, "the store takes no claims"},
