@@ -406,9 +406,9 @@ func (s *Schema) Validate(r Ref) error {
 			return fail("lacks the required feature %q", sf.Name)
 		}
 	}
-	axes := map[string]int64{}
+	axes := make(axisLengths, 0, 16)
 	for i := range s.Attributes {
-		if err := s.Attributes[i].check(f, has, axes, fail); err != nil {
+		if err := s.Attributes[i].check(f, has, &axes, fail); err != nil {
 			return err
 		}
 	}
@@ -424,7 +424,7 @@ func (s *Schema) Validate(r Ref) error {
 			return fail("feature %q is %s, want the axes [%s]", ft.Name, ft.Spec, strings.Join(sf.Axes, ","))
 		}
 	}
-	if err := s.checkAxes(f, axes, fail); err != nil {
+	if err := s.checkAxes(f, &axes, fail); err != nil {
 		return err
 	}
 	if n := countPresent(s.Packing, has); n != 0 && n != len(s.Packing) {
@@ -480,7 +480,35 @@ func countPresent(names []string, has func(string) bool) int {
 	return n
 }
 
-func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes map[string]int64, fail func(string, ...any) error) error {
+// axisLengths are the axis names that a sample has bound so far. There are few, so a list is looked through faster than a map is made: Validate is part of every put.
+type axisLengths []struct {
+	name string
+	n    int64
+}
+
+func (a axisLengths) find(name string) (int64, bool) {
+	for i := range a {
+		if a[i].name == name {
+			return a[i].n, true
+		}
+	}
+	return 0, false
+}
+
+func (a *axisLengths) bind(name string, n int64) {
+	for i := range *a {
+		if (*a)[i].name == name {
+			(*a)[i].n = n
+			return
+		}
+	}
+	*a = append(*a, struct {
+		name string
+		n    int64
+	}{name, n})
+}
+
+func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes *axisLengths, fail func(string, ...any) error) error {
 	v, ok := f.Attributes[a.Name]
 	if !ok {
 		if a.Required || a.RequiredWith != "" && has(a.RequiredWith) {
@@ -500,32 +528,32 @@ func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes map[stri
 	}
 	// A value that lists nothing, such as "unknown", binds nothing.
 	if _, list, ok := strings.Cut(v, ":"); ok && a.Counts != "" {
-		axes[a.Counts] = int64(strings.Count(list, ",")) + 1
+		axes.bind(a.Counts, int64(strings.Count(list, ","))+1)
 	}
 	return nil
 }
 
 // checkAxes binds axis names to lengths, plain names first, then products, which may settle one unknown factor each: again, for as long as that
 // binds another name, since it may be the missing one of a product that was looked at before.
-func (s *Schema) checkAxes(f *RefFields, axes map[string]int64, fail func(string, ...any) error) error {
+func (s *Schema) checkAxes(f *RefFields, axes *axisLengths, fail func(string, ...any) error) error {
 	bound := -1
-	for products := false; !products || len(axes) > bound; products = true {
+	for products := false; !products || len(*axes) > bound; products = true {
 		if products {
-			bound = len(axes)
+			bound = len(*axes)
 		}
 		for i := range f.Features {
 			ft := &f.Features[i]
 			for j, axis := range s.Feature(ft.Name).Axes {
-				factors := strings.Split(axis, "*")
-				if (len(factors) > 1) != products {
+				if strings.Contains(axis, "*") != products {
 					continue
 				}
 				known, unknown := int64(1), ""
-				for _, name := range factors {
-					n, err := strconv.ParseInt(name, 10, 64)
-					ok := err == nil
-					if !ok {
-						n, ok = axes[name]
+				for name := range strings.SplitSeq(axis, "*") {
+					n, ok := int64(0), name != "" && name[0] >= '0' && name[0] <= '9'
+					if ok {
+						n, _ = strconv.ParseInt(name, 10, 64) // the parser has seen that it is a number of at most ten digits
+					} else {
+						n, ok = axes.find(name)
 					}
 					if ok && n > 0 && known > maxInteger/n {
 						return fail("feature %q: axis %s is too long", ft.Name, axis)
@@ -546,7 +574,7 @@ func (s *Schema) checkAxes(f *RefFields, axes map[string]int64, fail func(string
 				case unknown != "" && (known == 0 || n%known != 0):
 					return fail("feature %q is %s: axis %s is %d, which is no multiple of %d", ft.Name, ft.Spec, axis, n, known)
 				case unknown != "":
-					axes[unknown] = n / known
+					axes.bind(unknown, n/known)
 				}
 			}
 		}

@@ -314,3 +314,20 @@ func FuzzParseSchema(f *testing.F) {
 		}
 	})
 }
+
+func BenchmarkSchemaValidate(b *testing.B) {
+	s, err := SchemaOf(EAGLE3)
+	if err != nil {
+		b.Fatal(err)
+	}
+	r, err := ParseRef(goldenRefs(b)["eagle3.json"])
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := s.Validate(r); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
