@@ -181,8 +181,14 @@ type TargetInfo struct {
 	Concurrent  bool   // whether Forward may be called again before it returned
 }
 
-// DefaultAuxLayers is the choice of three layers (low, middle, high) that EAGLE-3 trainers expect, in "hf" numbering: 1, N/2-1, N-4.
-func (i TargetInfo) DefaultAuxLayers() []int { return []int{1, i.Layers/2 - 1, i.Layers - 4} }
+// DefaultAuxLayers is the choice of three layers (low, middle, high) that EAGLE-3 trainers expect, in "hf" numbering: 1, N/2-1, N-4. It is nil
+// for a target of less than seven layers, where these are not three layers in ascending order.
+func (i TargetInfo) DefaultAuxLayers() []int {
+	if i.Layers < 7 {
+		return nil
+	}
+	return []int{1, i.Layers/2 - 1, i.Layers - 4}
+}
 
 // TargetOutput holds what Want asked for, row t = position t (no shift). What was not asked for is a zero Tensor.
 // The caller owns the memory.

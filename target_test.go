@@ -84,4 +84,10 @@ func TestDefaultAuxLayers(t *testing.T) {
 	if got := (TargetInfo{Layers: 32}).DefaultAuxLayers(); got[0] != 1 || got[1] != 15 || got[2] != 28 {
 		t.Errorf("32 layers: %v", got)
 	}
+	for n := range 12 {
+		got := (TargetInfo{Layers: n}).DefaultAuxLayers()
+		if (got == nil) != (n < 7) || got != nil && (got[0] >= got[1] || got[1] >= got[2] || got[2] >= n) {
+			t.Errorf("%d layers: %v", n, got)
+		}
+	}
 }

@@ -11,9 +11,13 @@ import (
 type Batch struct {
 	Features []sluice.Feature
 	// Shift is "1" where flagged features were shifted left by one, "0" where the schema has none.
-	Shift            string
-	Tokens           int64         // attended tokens (supervised ones where the schema has no attention mask), stand-ins left out
-	SupervisedTokens int64         // first tokens of documents and stand-ins left out
+	Shift string
+	// LastNorm is the norm state of the last hidden states; empty where the samples have none (or both), or one of them does not say.
+	LastNorm sluice.Norm
+	Tokens   int64 // attended tokens (supervised ones where the schema has no attention mask), stand-ins left out
+	// SupervisedTokens leaves out stand-ins and the first tokens of documents, which nothing predicts. Samples that came shifted are counted as their loss_mask has it,
+	// which in upstream's packed rows includes the first tokens of all documents but a row's first.
+	SupervisedTokens int64
 	Samples          []BatchSample // in the order of their leases
 
 	aliases bool
@@ -47,7 +51,7 @@ func (b *Batch) Bytes() (n int64) {
 
 // Clone returns a copy that the loader does not take back.
 func (b *Batch) Clone() *Batch {
-	c := &Batch{Shift: b.Shift, Tokens: b.Tokens, SupervisedTokens: b.SupervisedTokens, Samples: append([]BatchSample(nil), b.Samples...)}
+	c := &Batch{Shift: b.Shift, LastNorm: b.LastNorm, Tokens: b.Tokens, SupervisedTokens: b.SupervisedTokens, Samples: append([]BatchSample(nil), b.Samples...)}
 	for _, f := range b.Features {
 		t := sluice.NewTensor(f.DType, append([]int64(nil), f.Shape...)...)
 		copy(t.Data, f.Data)

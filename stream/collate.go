@@ -19,6 +19,9 @@ type Sample struct {
 	// Shift is how the features are aligned: "0" or "1", or empty for what the ref says. A [CollateFunc] gets samples that say "1" where the batch is shifted;
 	// handing them to Collate again is an error.
 	Shift string
+	// LastNorm is the norm state of the last hidden state as it is in Features, or empty for what the ref says. A [CollateFunc] gets samples that say "post" where they were normed,
+	// so that nothing norms them again.
+	LastNorm sluice.Norm
 }
 
 // Feature returns the tensor with the given name.
@@ -37,6 +40,7 @@ type Collator interface {
 type joined struct {
 	features []sluice.Feature
 	places   [][2]int64 // row and column where each item begins
+	lengths  [][]int64  // of each item: how many tokens of its rows are in the batch; nil is all of them
 	aliases  bool       // whether a feature shares memory with an item
 }
 
@@ -67,39 +71,63 @@ type itemError struct {
 func (e *itemError) Error() string { return e.err.Error() }
 func (e *itemError) Unwrap() error { return e.err }
 
-// Collate makes one batch of samples of one schema. It is where shifting, the check of alignment and norm, padding and packing happen, and the only place. The
-// batch may share memory with the samples.
+// CollateOptions tune [Collate].
+type CollateOptions struct {
+	// FinalNorm norms last hidden states that the schema wants post-norm, of samples that say that theirs are pre-norm. Without it such samples are refused.
+	FinalNorm *FinalNorm
+}
+
+// Collate makes one batch of samples of one schema. It is where shifting, norm, the check of alignment and norm, padding and packing happen, and the only place. The
+// batch may share memory with the samples. opts may be nil.
 //
 // Errors: ErrSchema where a ref breaks the schema, where samples disagree in what must not be mixed (target or tokenizer fingerprint, and
 // every attribute that the schema names: layers, norm), where their features don't fit together, or where one would be shifted twice; ErrCorrupt where features differ from their ref.
-func Collate(schema *sluice.Schema, c Collator, samples []Sample) (*Batch, error) {
+func Collate(schema *sluice.Schema, c Collator, samples []Sample, opts *CollateOptions) (*Batch, error) {
 	if schema == nil || c == nil || len(samples) == 0 {
 		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "stream: collate", Detail: "wants a schema, a collator and at least one sample"}
 	}
 	if err := c.check(schema); err != nil {
 		return nil, err
 	}
+	if opts == nil {
+		opts = &CollateOptions{}
+	}
+	norm, err := opts.FinalNorm.prepare("stream: collate")
+	if err != nil {
+		return nil, err
+	}
 	items := make([]*item, len(samples))
 	var id identity
 	for i := range samples {
-		it, err := newItem(schema, &samples[i])
+		it, err := newItem(schema, norm, &samples[i])
 		if err == nil {
 			err = id.check(schema, samples[i].Ref)
 		}
 		if err != nil {
 			return nil, &itemError{i, err}
 		}
+		id.adopt(schema, samples[i].Ref)
 		items[i] = it
 	}
-	return collate(schema, c, items)
+	return collate(schema, c, norm, items)
 }
 
-func collate(schema *sluice.Schema, c Collator, items []*item) (*Batch, error) {
+func collate(schema *sluice.Schema, c Collator, norm *rmsNorm, items []*item) (*Batch, error) {
+	for i, it := range items {
+		ready, err := it.normed(norm)
+		if err != nil {
+			return nil, &itemError{i, err}
+		}
+		if ready != it {
+			items = slices.Clone(items)
+			items[i] = ready
+		}
+	}
 	j, err := c.join(schema, items)
 	if err != nil {
 		return nil, err
 	}
-	b := &Batch{Features: j.features, Shift: "0", aliases: j.aliases}
+	b := &Batch{Features: j.features, Shift: "0", LastNorm: items[0].lastNorm, aliases: j.aliases}
 	if shifts(schema) {
 		b.Shift = "1"
 	}
@@ -109,9 +137,16 @@ func collate(schema *sluice.Schema, c Collator, items []*item) (*Batch, error) {
 			s.Row, s.Column = j.places[i][0], j.places[i][1]
 		}
 		b.Samples = append(b.Samples, s)
+		if it.lastNorm != b.LastNorm {
+			b.LastNorm = sluice.NoLast
+		}
 		if !it.s.Pad {
+			var lengths []int64
+			if j.lengths != nil {
+				lengths = j.lengths[i]
+			}
 			b.Tokens += it.s.Ref.NumTokens()
-			b.SupervisedTokens += it.supervised(schema)
+			b.SupervisedTokens += it.supervised(schema, lengths)
 		}
 	}
 	return b, nil
@@ -125,21 +160,26 @@ func shifts(s *sluice.Schema) bool {
 // ofOneSample are attributes that differ from sample to sample, whatever the schema says of them.
 var ofOneSample = []string{"shift", "source", "ids", "supervised_tokens", "row_lengths"}
 
-// identity is what all samples of a run have in common.
+// identity is what samples that are trained on together have in common.
 type identity struct {
-	values map[string]string
-	from   map[string]string // the sample that said so first
+	version string // target_model_version of the sample that was adopted last
+	values  map[string]string
+	from    map[string]string // the sample that said so first
 }
 
-// check compares a ref with what came before.
-func (id *identity) check(schema *sluice.Schema, r sluice.Ref) error {
+func identifying(schema *sluice.Schema) []string {
 	names := []string{"target", "tokenizer"}
 	for i := range schema.Attributes {
 		if n := schema.Attributes[i].Name; !slices.Contains(ofOneSample, n) && !slices.Contains(names, n) {
 			names = append(names, n)
 		}
 	}
-	for _, n := range names {
+	return names
+}
+
+// check compares a ref with what came before.
+func (id *identity) check(schema *sluice.Schema, r sluice.Ref) error {
+	for _, n := range identifying(schema) {
 		v, ok := r.Attribute(n)
 		if !ok {
 			continue
@@ -148,15 +188,20 @@ func (id *identity) check(schema *sluice.Schema, r sluice.Ref) error {
 			return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: collate", Subject: r.SampleID(), Detail: fmt.Sprintf("attribute %q is %q, but sample %q says %q; they must not be mixed", n, v, id.from[n], have)}
 		}
 	}
+	return nil
+}
+
+// adopt adds what a ref says that was checked.
+func (id *identity) adopt(schema *sluice.Schema, r sluice.Ref) {
 	if id.values == nil {
 		id.values, id.from = map[string]string{}, map[string]string{}
 	}
-	for _, n := range names {
+	id.version = r.TargetModelVersion()
+	for _, n := range identifying(schema) {
 		if v, ok := r.Attribute(n); ok && id.from[n] == "" {
 			id.values[n], id.from[n] = v, r.SampleID()
 		}
 	}
-	return nil
 }
 
 // item is a sample that was checked, with what collation needs to know of it.
@@ -165,9 +210,11 @@ type item struct {
 	shift      bool // whether flagged features still have to move
 	rows, cols int64
 	docs       [][]int64 // of each row, where it is packed: lengths
+	lastNorm   sluice.Norm
+	toNorm     int // the feature that is still to be normed, or -1
 }
 
-func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
+func newItem(schema *sluice.Schema, norm *rmsNorm, s *Sample) (*item, error) {
 	bad := func(format string, args ...any) error {
 		return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: collate", Subject: s.Ref.SampleID(), Detail: fmt.Sprintf(format, args...)}
 	}
@@ -177,7 +224,7 @@ func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
 	if err := s.Ref.CheckFeatures("stream: collate", s.Features); err != nil {
 		return nil, err
 	}
-	it := &item{s: s}
+	it := &item{s: s, toNorm: -1}
 	said, ok := s.Ref.Attribute("shift")
 	if !ok || said != "0" && said != "1" {
 		return nil, bad("attribute \"shift\" is %q, want \"0\" or \"1\"", said)
@@ -189,7 +236,7 @@ func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
 		return nil, bad("says shift %s, and its features were shifted since; a second shift would misalign them", said)
 	}
 	it.shift = said == "0" && shifts(schema)
-	if err := checkNorm(schema, s, bad); err != nil {
+	if err := it.readNorm(schema, norm, bad); err != nil {
 		return nil, err
 	}
 	for i := range s.Features {
@@ -204,23 +251,65 @@ func newItem(schema *sluice.Schema, s *Sample) (*item, error) {
 	return it, it.readDocs(schema, bad)
 }
 
-// checkNorm compares the norm state that the ref speaks of with the one that the schema gives the feature: the head, or the loss, would be fed with the wrong states
-// otherwise. A ref that has both states can't say which one it speaks of.
-func checkNorm(schema *sluice.Schema, s *Sample, bad func(string, ...any) error) error {
-	said, ok := s.Ref.Attribute("last_norm")
-	if !ok {
+// readNorm compares the norm state that the sample speaks of with the one that the schema gives the feature: the head, or the loss, would be fed with the wrong states
+// otherwise. A pre-norm state can be normed; nothing else can be mended. A sample that has both states can't say which one it speaks of.
+func (it *item) readNorm(schema *sluice.Schema, norm *rmsNorm, bad func(string, ...any) error) error {
+	said := it.s.LastNorm
+	if v, ok := it.s.Ref.Attribute("last_norm"); ok && said == sluice.NoLast {
+		said = sluice.Norm(v)
+	}
+	if said == sluice.NoLast {
 		return nil
 	}
-	var last []*sluice.SchemaFeature
-	for i := range s.Features {
-		if f := schema.Feature(s.Features[i].Name); f.From == sluice.RoleLast {
-			last = append(last, f)
+	var last, aux *sluice.SchemaFeature
+	at := -1
+	for i := range it.s.Features {
+		switch f := schema.Feature(it.s.Features[i].Name); {
+		case f.From == sluice.RoleLast && last != nil:
+			return nil
+		case f.From == sluice.RoleLast:
+			last, at = f, i
+		case f.From == sluice.RoleAux && f.FinalLayerNorm == sluice.PostNorm:
+			aux = f
 		}
 	}
-	if len(last) == 1 && said != string(last[0].Norm) {
-		return bad("attribute \"last_norm\" is %q, want %q for %s", said, last[0].Norm, last[0].Name)
+	switch {
+	case last == nil:
+		return nil
+	case said == last.Norm:
+		it.lastNorm = said
+		return nil
+	case said != sluice.PreNorm:
+		return bad("attribute \"last_norm\" is %q, want %q for %s", said, last.Norm, last.Name)
+	case aux != nil:
+		// How many layers the target has is not known here, so nobody can tell whether there is a block to norm. Norming the last state alone would make a batch that
+		// contradicts itself.
+		return bad("attribute \"last_norm\" is %q, want %q for %s; a FinalNorm does not help, since nothing says whether %s holds the final layer, which would have to be normed too: let the producer store both post-norm", said, last.Norm, last.Name, aux.Name)
+	case norm == nil:
+		return bad("attribute \"last_norm\" is %q, want %q for %s; a FinalNorm would make it so", said, last.Norm, last.Name)
 	}
+	if err := norm.fits(it.s.Features[at].Spec); err != nil {
+		return bad("feature %q %v", last.Name, err)
+	}
+	it.lastNorm, it.toNorm = last.Norm, at
 	return nil
+}
+
+// normed returns the item with its last hidden state normed, or the item itself if there is nothing to do. The item stays as it was: it may become part of another batch, if making
+// this one fails.
+func (it *item) normed(norm *rmsNorm) (*item, error) {
+	if it.toNorm < 0 {
+		return it, nil
+	}
+	t, err := norm.apply(it.s.Features[it.toNorm].Tensor)
+	if err != nil {
+		return nil, &sluice.Error{Kind: sluice.SchemaError, Op: "stream: collate", Subject: it.s.Ref.SampleID(), Detail: fmt.Sprintf("feature %q %v", it.s.Features[it.toNorm].Name, err)}
+	}
+	s, out := *it.s, *it
+	s.Features = slices.Clone(s.Features)
+	s.Features[it.toNorm].Tensor = t
+	out.s, out.toNorm = &s, -1
+	return &out, nil
 }
 
 // readDocs reads the documents of packed rows. Upstream counts the padding of a row to its last document; where an attention mask tells them apart, that is undone.
@@ -317,8 +406,9 @@ func (it *item) lengths(schema *sluice.Schema) ([]int64, error) {
 	return out, nil
 }
 
-// supervised counts the tokens that the loss mask supervises, the first ones of documents left out.
-func (it *item) supervised(schema *sluice.Schema) (n int64) {
+// supervised counts the tokens that the loss mask supervises in the batch, the first ones of documents left out. lengths says how many tokens of each row are in the batch;
+// nil is all of them. The mask of a sample that came shifted is taken as it is: which token a slot stands for was its producer's decision.
+func (it *item) supervised(schema *sluice.Schema, lengths []int64) (n int64) {
 	f := schema.Role(sluice.RoleLossMask)
 	if f == nil {
 		return 0
@@ -328,22 +418,25 @@ func (it *item) supervised(schema *sluice.Schema) (n int64) {
 		return 0
 	}
 	mask := int64s(t)
-	for _, v := range mask {
-		n += v
-	}
-	if shift, _ := it.s.Ref.Attribute("shift"); shift == "1" {
-		return n
-	}
+	shift, _ := it.s.Ref.Attribute("shift")
 	for r := range it.rows {
 		row := mask[r*it.cols : (r+1)*it.cols]
-		if it.docs == nil {
-			n -= row[0]
-			continue
+		if lengths != nil {
+			row = row[:lengths[r]]
 		}
-		at := int64(0)
-		for _, length := range it.docs[r] {
-			n -= row[at]
-			at += length
+		for _, v := range row {
+			n += v
+		}
+		switch {
+		case shift == "1" || len(row) == 0:
+		case it.docs == nil:
+			n -= row[0]
+		default:
+			at := int64(0)
+			for _, length := range it.docs[r] {
+				n -= row[at]
+				at += length
+			}
 		}
 	}
 	return n
@@ -561,7 +654,7 @@ type segment struct {
 
 func (p pack) join(schema *sluice.Schema, items []*item) (*joined, error) {
 	j := &joined{places: make([][2]int64, len(items))}
-	segments, rows, cols, docs, err := p.lay(schema, items, j.places)
+	segments, rows, cols, docs, err := p.lay(schema, items, j)
 	if err != nil {
 		return nil, err
 	}
@@ -612,13 +705,14 @@ func (p pack) join(schema *sluice.Schema, items []*item) (*joined, error) {
 }
 
 // lay puts the rows of all items in their places: as many rows of output, of so many columns and documents.
-func (p pack) lay(schema *sluice.Schema, items []*item, places [][2]int64) (segments []segment, rows, cols, docs int64, err error) {
+func (p pack) lay(schema *sluice.Schema, items []*item, j *joined) (segments []segment, rows, cols, docs int64, err error) {
 	row, col, rowDocs := int64(0), int64(0), int64(0)
 	for i, it := range items {
 		lengths, err := it.lengths(schema)
 		if err != nil {
 			return nil, 0, 0, 0, &itemError{i, err}
 		}
+		j.lengths = append(j.lengths, lengths)
 		for r, n := range lengths {
 			s := segment{it: it, row: int64(r), n: n, docs: []int64{n}}
 			if it.docs != nil {
@@ -632,7 +726,7 @@ func (p pack) lay(schema *sluice.Schema, items []*item, places [][2]int64) (segm
 			}
 			s.out, s.col = row, col
 			if r == 0 {
-				places[i] = [2]int64{row, col}
+				j.places[i] = [2]int64{row, col}
 			}
 			if n == 0 {
 				continue
@@ -697,7 +791,7 @@ func (c collateFunc) join(schema *sluice.Schema, items []*item) (*joined, error)
 		if err != nil {
 			return nil, &itemError{i, err}
 		}
-		samples[i] = Sample{Ref: it.s.Ref, Features: one.features, Pad: it.s.Pad, Shift: "0"}
+		samples[i] = Sample{Ref: it.s.Ref, Features: one.features, Pad: it.s.Pad, Shift: "0", LastNorm: it.lastNorm}
 		if shifts(schema) {
 			samples[i].Shift = "1"
 		}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 	"testing"
@@ -60,7 +61,7 @@ func shorts(t testing.TB, b *Batch, name string) []uint16 {
 
 func mustCollate(t testing.TB, c Collator, samples ...Sample) *Batch {
 	t.Helper()
-	b, err := Collate(schema(t, sluice.EAGLE3), c, samples)
+	b, err := Collate(schema(t, sluice.EAGLE3), c, samples, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -108,7 +109,7 @@ func TestASecondShiftIsAnError(t *testing.T) {
 		if got := samples[0].Features[1]; samples[0].Shift != "1" || !slices.Equal(sluice.View[int64](got.Tensor), []int64{2, 3, 0}) {
 			t.Errorf("the function got shift %q and %s %v", samples[0].Shift, got.Name, sluice.View[int64](got.Tensor))
 		}
-		_, inner = Collate(schema(t, sluice.EAGLE3), PadTo(0), samples)
+		_, inner = Collate(schema(t, sluice.EAGLE3), PadTo(0), samples, nil)
 		return samples[0].Features, nil
 	}), s)
 	wantKind(t, inner, sluice.ErrSchema)
@@ -116,7 +117,7 @@ func TestASecondShiftIsAnError(t *testing.T) {
 	dflash := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DFlash, SchemaVersion: 1, Attributes: map[string]string{"shift": "1", "aux_layers": "unknown"},
 		Features: []sluice.Feature{{Name: "hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 4)}, {Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)},
 			{Name: "attention_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
-	_, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, dflash), Features: dflash.Features}})
+	_, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, dflash), Features: dflash.Features}}, nil)
 	wantKind(t, err, sluice.ErrSchema)
 }
 
@@ -125,7 +126,7 @@ func TestWhatMustNotBeMixedIsNamedTwice(t *testing.T) {
 	a := sampleOf(t, "first", []int64{0, 1}, nil, []int64{1, 2})
 	for attr, v := range map[string]string{"target": "t2", "tokenizer": "k2", "aux_layers": "hf:1,2,4"} {
 		b := sampleOf(t, "second", []int64{0, 1}, func(x *sluice.Sample) { x.Attributes[attr] = v }, []int64{1, 2})
-		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{a, b})
+		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{a, b}, nil)
 		wantKind(t, err, sluice.ErrSchema)
 		for _, part := range []string{"first", "second", v} {
 			if err != nil && !strings.Contains(err.Error(), part) {
@@ -135,16 +136,201 @@ func TestWhatMustNotBeMixedIsNamedTwice(t *testing.T) {
 	}
 }
 
+// normOf is the norm of the tests' states, which have one element.
+func normOf(weight float32) *FinalNorm {
+	return &FinalNorm{Weight: sluice.TensorOf(sluice.Float32, []float32{weight}, 1), Epsilon: 1e-6}
+}
+
+func preNorm(x *sluice.Sample) { x.Attributes["last_norm"] = "pre" }
+
 func TestStatesOfAnotherNormThanTheSchemasAreRefused(t *testing.T) {
 	t.Parallel()
-	s := sampleOf(t, "s", []int64{0, 1}, func(x *sluice.Sample) { x.Attributes["last_norm"] = "pre" }, []int64{1, 2})
-	_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{s})
+	pre := sampleOf(t, "s", []int64{0, 1}, preNorm, []int64{1, 2})
+	_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{pre}, nil)
 	wantKind(t, err, sluice.ErrSchema)
-	for _, part := range []string{`"s"`, "last_norm", "pre", "post", "last_hidden_states"} {
+	for _, part := range []string{`"s"`, "last_norm", "pre", "post", "last_hidden_states", "FinalNorm"} {
 		if err != nil && !strings.Contains(err.Error(), part) {
 			t.Errorf("error %q does not name %s", err, part)
 		}
 	}
+	wide := &FinalNorm{Weight: sluice.TensorOf(sluice.Float32, []float32{1, 1}, 2), Epsilon: 1e-6}
+	if _, err = Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{pre}, &CollateOptions{FinalNorm: wide}); !errors.Is(err, sluice.ErrSchema) || !strings.Contains(err.Error(), "2 weights") {
+		t.Errorf("a norm of another width: %v", err)
+	}
+	// A schema that wants the residual stream can't have it of a sample that has it no more.
+	raw, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"last","from":"last","norm":"pre","axes":["B","S","H"],"dtypes":["bfloat16","float64"],"required":true}],
+		"attributes":[{"name":"shift","required":true}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &sluice.Sample{SampleID: "p", RunID: "r", Algorithm: "x", SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "last_norm": "post"},
+		Features: []sluice.Feature{{Name: "last", Tensor: sluice.NewTensor(sluice.BFloat16, 1, 2, 1)}}}
+	if _, err := Collate(raw, PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features}}, &CollateOptions{FinalNorm: normOf(1)}); !errors.Is(err, sluice.ErrSchema) || strings.Contains(err.Error(), "FinalNorm") {
+		t.Errorf("post for pre: %v", err)
+	}
+	raw.Features[0].Norm = sluice.PostNorm
+	x.Attributes["last_norm"], x.Features[0].Tensor = "pre", sluice.NewTensor(sluice.Float64, 1, 2, 1)
+	if _, err := Collate(raw, PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features}}, &CollateOptions{FinalNorm: normOf(1)}); !errors.Is(err, sluice.ErrSchema) || !strings.Contains(err.Error(), "float64") {
+		t.Errorf("float64: %v", err)
+	}
+}
+
+func TestPreNormStatesAreNormedOnceAndPostNormStatesNever(t *testing.T) {
+	t.Parallel()
+	const one, two, three = 0x3f80, 0x4000, 0x4040 // in bfloat16
+	states := func(x *sluice.Sample) {
+		copy(sluice.View[uint16](x.Features[4].Tensor), []uint16{one, two, three})
+	}
+	pre := sampleOf(t, "pre", []int64{0, 1, 1}, func(x *sluice.Sample) { preNorm(x); states(x) }, []int64{1, 2, 3})
+	post := sampleOf(t, "post", []int64{0, 1, 1}, states, []int64{1, 2, 3})
+	opts := &CollateOptions{FinalNorm: normOf(2)}
+	var handed Sample
+	keep := CollateFunc(func(samples []Sample) ([]sluice.Feature, error) {
+		handed = samples[0]
+		return samples[0].Features, nil
+	})
+	for _, c := range []Collator{PadTo(0), Pack(PackOptions{}), keep} {
+		for range 2 { // the sample itself stays as it was
+			b, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{pre}, opts)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := shorts(t, b, "last_hidden_states"); !slices.Equal(got, []uint16{two, two, 0}) || b.LastNorm != sluice.PostNorm || b.Clone().LastNorm != sluice.PostNorm {
+				t.Errorf("%T: pre-norm states became %x, %q", c, got, b.LastNorm)
+			}
+		}
+		b, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{post}, opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := shorts(t, b, "last_hidden_states"); !slices.Equal(got, []uint16{two, three, 0}) || b.LastNorm != sluice.PostNorm {
+			t.Errorf("%T: post-norm states became %x, %q", c, got, b.LastNorm)
+		}
+	}
+
+	// Where nothing is shifted, what a CollateFunc got can be collated once more; its ref still says "pre".
+	s, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"last","from":"last","norm":"post","axes":["B","S","H"],"dtypes":["float32"],"required":true}],
+		"attributes":[{"name":"shift","required":true}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &sluice.Sample{SampleID: "x", RunID: "r", Algorithm: "x", SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "last_norm": "pre"},
+		Features: []sluice.Feature{{Name: "last", Tensor: sluice.TensorOf(sluice.Float32, []float32{3, 4, 1, 1}, 1, 2, 2)}}}
+	opts = &CollateOptions{FinalNorm: &FinalNorm{Weight: sluice.TensorOf(sluice.BFloat16, []uint16{two, one}, 2), Epsilon: 1e-9}}
+	if _, err := Collate(s, keep, []Sample{{Ref: refOf(t, x), Features: x.Features}}, opts); err != nil {
+		t.Fatal(err)
+	}
+	b, err := Collate(s, PadTo(0), []Sample{handed}, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []float32{3 * 2 / 3.5355339, 4 / 3.5355339, 2, 1}
+	for i, v := range sluice.View[float32](b.Features[0].Tensor) {
+		if d := v - want[i]; d < -1e-6 || d > 1e-6 {
+			t.Errorf("element %d is %g, want %g", i, v, want[i])
+		}
+	}
+}
+
+// Whether aux holds the final layer, which would have to be normed too, nothing says.
+func TestAPreNormSampleWithAPostNormFinalLayerIsRefused(t *testing.T) {
+	t.Parallel()
+	x := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DSpark, SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "aux_layers": "hf:0,5", "last_norm": "pre"},
+		Features: []sluice.Feature{{Name: "target_hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 2)}, {Name: "target_last_hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 1)},
+			{Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
+	_, err := Collate(schema(t, sluice.DSpark), PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features}}, &CollateOptions{FinalNorm: normOf(1)})
+	wantKind(t, err, sluice.ErrSchema)
+	for _, part := range []string{`"d"`, "target_last_hidden_states", "target_hidden_states", "final layer", "FinalNorm does not help"} {
+		if err != nil && !strings.Contains(err.Error(), part) {
+			t.Errorf("error %q does not name %s", err, part)
+		}
+	}
+}
+
+func TestImpossibleFinalNormsAreRefused(t *testing.T) {
+	t.Parallel()
+	ones := sluice.TensorOf(sluice.Float32, []float32{1}, 1)
+	for name, n := range map[string]*FinalNorm{
+		"no weight":       {Epsilon: 1e-6},
+		"a matrix":        {Weight: sluice.NewTensor(sluice.Float32, 2, 2), Epsilon: 1e-6},
+		"integers":        {Weight: sluice.NewTensor(sluice.Int64, 2), Epsilon: 1e-6},
+		"short data":      {Weight: sluice.Tensor{Spec: sluice.Spec{DType: sluice.Float32, Shape: []int64{2}}, Data: make([]byte, 4)}, Epsilon: 1e-6},
+		"not a number":    {Weight: sluice.TensorOf(sluice.Float32, []float32{float32(math.NaN())}, 1), Epsilon: 1e-6},
+		"no epsilon":      {Weight: ones},
+		"epsilon is NaN":  {Weight: ones, Epsilon: math.NaN()},
+		"endless epsilon": {Weight: ones, Epsilon: math.Inf(1)},
+	} {
+		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{sampleOf(t, "s", []int64{0, 1}, nil, []int64{1, 2})}, &CollateOptions{FinalNorm: n})
+		if !errors.Is(err, sluice.ErrInvalid) || !strings.Contains(err.Error(), "FinalNorm") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func TestANormedStateThatFloat16CannotHoldIsRefused(t *testing.T) {
+	t.Parallel()
+	s := sampleOf(t, "s", []int64{0, 1}, func(x *sluice.Sample) {
+		preNorm(x)
+		x.Features[4].Tensor = sluice.TensorOf(sluice.Float16, []uint16{0x3c00, 0x4000}, 1, 2, 1)
+	}, []int64{1, 2})
+	b, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{s}, &CollateOptions{FinalNorm: normOf(0.5)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := shorts(t, b, "last_hidden_states"); !slices.Equal(got, []uint16{0x3800, 0}) {
+		t.Errorf("%x", got)
+	}
+	_, err = Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{s}, &CollateOptions{FinalNorm: normOf(1e5)})
+	wantKind(t, err, sluice.ErrSchema)
+}
+
+func TestWhatCountsAsSupervisedIsWhatTheMaskSupervises(t *testing.T) {
+	t.Parallel()
+	s := schema(t, sluice.EAGLE3)
+	rapid.Check(t, func(rt *rapid.T) {
+		var samples []Sample
+		for i := range rapid.IntRange(1, 3).Draw(rt, "samples") {
+			shift := rapid.SampledFrom([]string{"0", "1"}).Draw(rt, "shift")
+			lens := rapid.SliceOfN(rapid.Int64Range(1, 4), 1, 4).Draw(rt, "lens")
+			cols := rapid.Int64Range(0, 3).Draw(rt, "padding")
+			real := int64(0)
+			for _, n := range lens {
+				real += n
+			}
+			cols += real
+			packed := rapid.Bool().Draw(rt, "packed")
+			loss := rapid.SliceOfN(rapid.Int64Range(0, 1), int(cols), int(cols)).Draw(rt, "loss")
+			if shift == "0" {
+				clear(loss[real:])
+			} // of what came shifted, padding may be supervised
+			x := packedOf(t, shift, int(real), lens, make([]int64, cols)...)
+			copy(sluice.View[int64](x.Features[3].Tensor), loss)
+			if !packed {
+				y := sampleOf(t, fmt.Sprint(i), loss, func(y *sluice.Sample) {
+					y.Attributes["shift"] = shift
+					clear(sluice.View[int64](y.Features[2].Tensor)[real:])
+				}, make([]int64, cols))
+				x = y
+			}
+			if len(samples) > 0 && len(x.Features) != len(samples[0].Features) {
+				continue
+			}
+			samples = append(samples, x)
+		}
+		for _, c := range []Collator{PadTo(4), Pack(PackOptions{MaxTokens: 20})} {
+			b, err := Collate(s, c, samples, nil)
+			if err != nil {
+				rt.Fatal(err)
+			}
+			sum := int64(0)
+			for _, v := range ints(t, b, "loss_mask") {
+				sum += v
+			}
+			if b.SupervisedTokens != sum {
+				rt.Fatalf("%T: %d count as supervised, the mask supervises %d", c, b.SupervisedTokens, sum)
+			}
+		}
+	})
 }
 
 func TestAttributesOfOneSampleMayDifferInABatchThoughTheSchemaAsksForThem(t *testing.T) {
@@ -161,7 +347,7 @@ func TestAttributesOfOneSampleMayDifferInABatchThoughTheSchemaAsksForThem(t *tes
 			Features: []sluice.Feature{{Name: "ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
 		samples = append(samples, Sample{Ref: refOf(t, x), Features: x.Features})
 	}
-	if _, err := Collate(s, PadTo(0), samples); err != nil {
+	if _, err := Collate(s, PadTo(0), samples, nil); err != nil {
 		t.Error(err)
 	}
 }
@@ -196,7 +382,7 @@ func TestPaddingThatWasCountedToADocumentIsNotPacked(t *testing.T) {
 func TestLengthsThatDoNotFitTheirRowAreRefused(t *testing.T) {
 	t.Parallel()
 	for _, lens := range [][]int64{{2, 3}, {-1, 2}} {
-		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{packedOf(t, "0", 4, lens, 1, 2, 3, 4)})
+		_, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), []Sample{packedOf(t, "0", 4, lens, 1, 2, 3, 4)}, nil)
 		wantKind(t, err, sluice.ErrSchema)
 		if err != nil && !strings.Contains(err.Error(), "seq_lens of row 0") {
 			t.Errorf("error %q", err)
@@ -211,7 +397,7 @@ func TestARowWithoutARealTokenTakesNoPlace(t *testing.T) {
 	if got := ints(t, b, "seq_lens"); !slices.Equal(got, []int64{2, 2}) {
 		t.Errorf("seq_lens %v", got)
 	}
-	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{empty})
+	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{empty}, nil)
 	wantKind(t, err, sluice.ErrSchema)
 }
 
@@ -237,7 +423,7 @@ func TestFeaturesNeedNotBeAligned(t *testing.T) {
 func TestNegativeSizesAreRefusedByName(t *testing.T) {
 	t.Parallel()
 	for field, c := range map[string]Collator{"multiple": PadTo(-4), "MaxTokens": Pack(PackOptions{MaxTokens: -1}), "Multiple": Pack(PackOptions{Multiple: -1})} {
-		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{sampleOf(t, "s", []int64{0, 1}, nil, []int64{1, 2})})
+		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{sampleOf(t, "s", []int64{0, 1}, nil, []int64{1, 2})}, nil)
 		wantKind(t, err, sluice.ErrInvalid)
 		if err != nil && !strings.Contains(err.Error(), field) {
 			t.Errorf("error %q does not name %s", err, field)
@@ -279,13 +465,13 @@ func TestSamplesThatDoNotFitTogetherAreRefused(t *testing.T) {
 	truncated.Features = truncated.Features[:4]
 	for _, c := range []Collator{PadTo(0), Pack(PackOptions{})} {
 		for _, b := range []Sample{wide, float, logits} {
-			_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, b})
+			_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, b}, nil)
 			wantKind(t, err, sluice.ErrSchema)
 		}
-		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, truncated})
+		_, err := Collate(schema(t, sluice.EAGLE3), c, []Sample{a, truncated}, nil)
 		wantKind(t, err, sluice.ErrCorrupt)
 	}
-	if _, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), nil); !errors.Is(err, sluice.ErrInvalid) {
+	if _, err := Collate(schema(t, sluice.EAGLE3), PadTo(0), nil, nil); !errors.Is(err, sluice.ErrInvalid) {
 		t.Errorf("error %v for no samples, want ErrInvalid", err)
 	}
 }
@@ -333,7 +519,7 @@ func TestAStandInAloneCountsNowhereEvenWhereNothingIsShifted(t *testing.T) {
 	x := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DFlash, SchemaVersion: 1, Attributes: map[string]string{"shift": "0", "aux_layers": "unknown"},
 		Features: []sluice.Feature{{Name: "hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 4)}, {Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)},
 			{Name: "attention_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.TensorOf(sluice.Int64, []int64{0, 1}, 1, 2)}}}
-	b, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features, Pad: true}})
+	b, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, x), Features: x.Features, Pad: true}}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -371,10 +557,10 @@ func TestPackingRestartsPositionsAndLeaksNothing(t *testing.T) {
 func TestPackingRefusesWhatItCannotPlace(t *testing.T) {
 	t.Parallel()
 	long := sampleOf(t, "a", []int64{0, 1, 1}, nil, []int64{1, 2, 3})
-	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{MaxTokens: 2}), []Sample{long})
+	_, err := Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{MaxTokens: 2}), []Sample{long}, nil)
 	wantKind(t, err, sluice.ErrSchema)
 	left := sampleOf(t, "a", []int64{0, 1, 1}, func(x *sluice.Sample) { copy(sluice.View[int64](x.Features[2].Tensor), []int64{0, 1, 1}) }, []int64{1, 2, 3})
-	_, err = Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{left})
+	_, err = Collate(schema(t, sluice.EAGLE3), Pack(PackOptions{}), []Sample{left}, nil)
 	wantKind(t, err, sluice.ErrSchema)
 	bare, err := sluice.ParseSchema([]byte(`{"name":"x","version":1,"features":[{"name":"ids","from":"input_ids","axes":["B","S"],"dtypes":["int64"]}]}`))
 	if err != nil {
@@ -387,11 +573,11 @@ func TestPackingRefusesWhatItCannotPlace(t *testing.T) {
 func TestAPanicOfTheCollateFunctionIsAnError(t *testing.T) {
 	t.Parallel()
 	s := sampleOf(t, "a", []int64{0, 1}, nil, []int64{1, 2})
-	_, err := Collate(schema(t, sluice.EAGLE3), CollateFunc(func([]Sample) ([]sluice.Feature, error) { panic("x") }), []Sample{s})
+	_, err := Collate(schema(t, sluice.EAGLE3), CollateFunc(func([]Sample) ([]sluice.Feature, error) { panic("x") }), []Sample{s}, nil)
 	wantKind(t, err, sluice.ErrInvalid)
 	_, err = Collate(schema(t, sluice.EAGLE3), CollateFunc(func([]Sample) ([]sluice.Feature, error) {
 		return []sluice.Feature{{Name: "x", Tensor: sluice.Tensor{Spec: sluice.Spec{DType: sluice.Bool, Shape: []int64{3}}}}}, nil
-	}), []Sample{s})
+	}), []Sample{s}, nil)
 	wantKind(t, err, sluice.ErrInvalid)
 }
 
@@ -436,7 +622,7 @@ func TestMovesKeepEveryWidth(t *testing.T) {
 			longest = max(longest, cols)
 		}
 		to := (longest + multiple - 1) / multiple * multiple
-		b, err := Collate(s, PadTo(multiple), samples)
+		b, err := Collate(s, PadTo(multiple), samples, nil)
 		if err != nil {
 			rt.Fatal(err)
 		}
@@ -477,7 +663,7 @@ func BenchmarkCollate(b *testing.B) {
 					samples = append(samples, Sample{Ref: refOf(b, x), Features: x.Features})
 				}
 				for b.Loop() {
-					batch, err := Collate(s, c, samples)
+					batch, err := Collate(s, c, samples, nil)
 					if err != nil {
 						b.Fatal(err)
 					}

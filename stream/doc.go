@@ -14,13 +14,19 @@
 //	input_ids  10 11 12 13 14 15  becomes  11 12 13 14 15 0
 //	loss_mask   0  0  0  1  1  1  becomes   0  0  1  1  1 0
 //
-// Samples of other producers that come shifted say "1" and are taken as they are.
+// Samples of other producers that come shifted say "1" and are taken as they are, mask and all.
+//
+// Norm is settled in the same place. A sample says in the attribute "last_norm" whether its last hidden state is "pre" or "post" the target's final norm. Where the schema wants
+// post and the sample says pre, the state is normed if there is a [FinalNorm], once, and refused if there is none.
 //
 // # Rows, documents and what is supervised
 //
 // The first token of a document is predicted by nothing, so it never counts as supervised. Rows that were packed by the producer are shifted over the whole row, as upstream
 // does, but loss_mask and position_mask become 0 in each document's last slot, so that no document supervises the first token of the next. Where
 // the loader packs, each row's real tokens are shifted before they are joined, and nothing crosses at all.
+//
+// Upstream itself leaves the boundaries as they fall: in the packed rows that it shifted, a document's last slot may supervise the next one's first token. Such rows are
+// trained on as their masks have it, and [Batch].SupervisedTokens counts what the masks supervise.
 //
 // # Ownership
 //
@@ -30,7 +36,9 @@
 // # Endings
 //
 // A [Pipeline] that runs out of prompts tells the queue so, and consumers see [io.EOF] behind the drain. One that fails tells the queue why, and consumers get that error
-// instead: a cut-off epoch never looks like a complete one. Whatever was produced but did not reach the queue is taken out of the store again.
+// instead: an epoch that was cut off by a failure never looks like a complete one. A deliberate [Pipeline.Stop] is no failure but a regular end: the queue closes without a cause, when
+// all of the run's producers have ended, and consumers see io.EOF behind what was enqueued. Whoever stops a pipeline for another to go on in its place says so by PipelineOptions.LeaveOpen.
+// Whatever was produced but did not reach the queue is taken out of the store again.
 //
 // All errors are [*sluice.Error] values, or wrap one, or are the context's. Retries, skips and losses are reported as [Event] values.
 package stream

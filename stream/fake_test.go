@@ -279,7 +279,7 @@ type fakeQueue struct {
 	visibility time.Duration
 	maxFails   int
 	producers  int
-	wedgeAfter time.Duration // an acquire that waits for so long with samples out is wedged; 0 is never
+	wedgeAfter time.Duration // an acquire that waits for so long, and not ahead of need, is wedged; 0 is never
 
 	// Hooks run outside the lock, before the operation; an error is the operation's.
 	beforeReserve, beforePut, beforeAcquire, beforeSettle, beforeRenew, beforeReport func() error
@@ -382,7 +382,7 @@ func (q *fakeQueue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluic
 		return sluice.Delivery{}, err
 	}
 	var wedge <-chan time.Time
-	if q.wedgeAfter > 0 {
+	if q.wedgeAfter > 0 && !r.Ahead {
 		t := time.NewTimer(q.wedgeAfter)
 		defer t.Stop()
 		wedge = t.C

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -26,7 +27,10 @@ func (l *Loader) fetch() {
 		if err != nil { // a callback or a backend panicked; what it left behind is returned at Close
 			m = made{err: err}
 		}
+		l.mu.Lock()
+		l.wait(false)
 		l.ready <- m // has room for as many as there are permits
+		l.mu.Unlock()
 	}
 }
 
@@ -77,10 +81,10 @@ func leaseIDs(leases []sluice.Lease) []sluice.LeaseID {
 	return ids
 }
 
-// group counts the parts at the head that go into one batch: at most Batch, of one window. It is complete if no more can join.
+// group counts the parts at the head that go into one batch: at most Batch, of one window and one kind. It is complete if no more can join.
 func (l *Loader) group() (n int, complete bool) {
 	for n < len(l.parts) && n < l.cfg.Batch {
-		if a, b := l.parts[0].lease.Window, l.parts[n].lease.Window; a != nil && b != nil && a.Number != b.Number {
+		if l.parts[n].kind != l.parts[0].kind || otherWindow(l.parts[0].lease, l.parts[n].lease) {
 			return n, true
 		}
 		n++
@@ -88,47 +92,56 @@ func (l *Loader) group() (n int, complete bool) {
 	return n, n == l.cfg.Batch
 }
 
+func otherWindow(a, b sluice.Lease) bool {
+	return a.Window != nil && b.Window != nil && a.Window.Number != b.Window.Number
+}
+
 // acquire waits for leases. The end and errors come as made.
+//
+// While the trainer does not wait it asks ahead, so that a run whose trainer is at work counts neither as wedged nor as waiting for samples. When that changes
+// the call is given up and asked again under the same id, which gets the leases of an answer that was lost on the way.
 func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 	var failing time.Time // since when the queue is unavailable
 	id := requestID("acquire")
 	for try := 1; ; {
 		l.mu.Lock()
 		fatal, moves := l.fatal, l.moves
-		l.mu.Unlock()
 		if fatal != nil {
+			l.mu.Unlock()
 			return nil, made{err: fatal}
 		}
+		ctx, recall := context.WithCancel(l.ctx)
+		ahead := !l.waiting
+		l.recall = recall
+		l.mu.Unlock()
 		begin := l.clock.Now()
-		d, err := l.cfg.Queue.Acquire(l.ctx, sluice.AcquireRequest{Consumer: l.cfg.Consumer, Max: most, Wait: -1, RequestID: id})
+		d, err := l.cfg.Queue.Acquire(ctx, sluice.AcquireRequest{Consumer: l.cfg.Consumer, Max: most, Wait: -1, Ahead: ahead, RequestID: id})
+		l.mu.Lock()
+		l.recall = nil
+		l.mu.Unlock()
+		recalled := ctx.Err() != nil
+		recall()
 		switch {
 		case err == nil && len(d.Leases) > 0:
 			l.hold(d.Leases)
 			return d.Leases, made{}
 		case l.ctx.Err() != nil:
 			return nil, made{err: errLoaderClosed}
+		case err != nil && recalled:
+			// Whatever it was, it is an answer to what is no longer asked.
 		case err == nil && d.End:
 			m := made{end: true, moves: moves, err: io.EOF}
 			if d.Cause != nil {
 				m.err = cutOff(d.Cause)
 			}
 			return nil, m
-		case err == nil:
-			// Nothing yet. The queue has waited already; if it did not, this must not become a spin.
+		case err == nil || ahead && errors.Is(err, sluice.ErrWedged):
+			// Nothing yet; the queue tells all who wait of a wedge, and the trainer hears of it when it waits itself, if there still is one by then. The queue has
+			// waited already; if it did not, this must not become a spin.
 			id, failing = requestID("acquire"), time.Time{}
 			if l.clock.Now().Sub(begin) < 50*time.Millisecond && !sleep(l.ctx, l.clock, 50*time.Millisecond) {
 				return nil, made{err: errLoaderClosed}
 			}
-		case errors.Is(err, sluice.ErrWedged):
-			// A wedge that the trainer itself can end, by settling what it has, is none. Only when it waits for us, nothing else moves.
-			l.mu.Lock()
-			waiting := l.waiting
-			l.mu.Unlock()
-			if waiting {
-				return nil, made{err: err}
-			}
-			id, failing = requestID("acquire"), time.Time{}
-			l.await(time.Second)
 		case errors.Is(err, sluice.ErrUnavailable):
 			if failing.IsZero() {
 				failing, try = begin, 1
@@ -157,18 +170,6 @@ func cutOff(cause error) error {
 		return fmt.Errorf("%s: %s", what, cause.Error())
 	}
 	return fmt.Errorf("%s: %w", what, cause)
-}
-
-// await waits until something was settled, Next began to wait, or d has passed.
-func (l *Loader) await(d time.Duration) {
-	done := make(chan struct{})
-	stop := l.clock.AfterFunc(d, func() { close(done) })
-	defer stop()
-	select {
-	case <-done:
-	case <-l.settled:
-	case <-l.ctx.Done():
-	}
 }
 
 // hold begins to keep leases alive.
@@ -219,10 +220,28 @@ func (l *Loader) fill(p *piece) (err error) {
 	l.stats.Bytes += ref.EstimatedBytes()
 	l.mu.Unlock()
 	p.sample.Features = p.tensors.Features
-	if p.item, err = newItem(l.cfg.Schema, &p.sample); err != nil {
+	if p.item, err = newItem(l.cfg.Schema, l.norm, &p.sample); err != nil {
 		return err
 	}
-	return l.id.check(l.cfg.Schema, ref)
+	return l.identify(p)
+}
+
+// identify compares what the sample says with those before it. The parts that are there are of an incomplete batch, and the sample would join them.
+func (l *Loader) identify(p *piece) error {
+	ref := p.lease.Ref
+	if err := l.id.check(l.cfg.Schema, ref); err != nil {
+		if ref.TargetModelVersion() == l.id.version {
+			return fmt.Errorf("%w; both are of target_model_version %q, with which alone it may change", err, l.id.version)
+		}
+		if n := len(l.parts); n > 0 && p.lease.Window != nil && !otherWindow(l.parts[n-1].lease, p.lease) {
+			return fmt.Errorf("%w in one batch, and a run with windows can't split it; the target must change between windows", err)
+		}
+		l.id = identity{}
+		l.kinds++
+	}
+	l.id.adopt(l.cfg.Schema, ref)
+	p.kind = l.kinds
+	return nil
 }
 
 // giveUp fails leases whose samples could not become part of a batch: for good where no try can succeed. It returns the error if that
@@ -258,7 +277,7 @@ func (l *Loader) collate(n int) (m made, again bool) {
 	begin := l.clock.Now()
 	var b *Batch
 	err := guard(sluice.Invalid, "stream: collate", func() (err error) {
-		b, err = collate(l.cfg.Schema, l.cfg.Collate, items)
+		b, err = collate(l.cfg.Schema, l.cfg.Collate, l.norm, items)
 		return err
 	})
 	if err == nil {

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"encoding/json"
@@ -100,6 +101,38 @@ func (r *recorded) Forward(_ context.Context, _ *sluice.PromptBatch, w sluice.Wa
 	return out, nil
 }
 
+// near compares float32 to 1e-6 of the value, bfloat16 to one unit in the last place.
+func near(t *testing.T, what string, got, want sluice.Tensor) {
+	t.Helper()
+	if !got.Equal(want.Spec) {
+		t.Errorf("%s is %s, want %s", what, got.Spec, want.Spec)
+		return
+	}
+	if want.DType == sluice.BFloat16 {
+		g, w := sluice.View[uint16](got), sluice.View[uint16](want)
+		order := func(v uint16) int { // so that neighbours differ by 1, and both zeros are equal
+			if v >= 0x8000 {
+				return 0x8000 - int(v)
+			}
+			return int(v)
+		}
+		for i := range w {
+			if d := order(g[i]) - order(w[i]); d < -1 || d > 1 {
+				t.Errorf("%s[%d] is %#x, want %#x", what, i, g[i], w[i])
+				return
+			}
+		}
+		return
+	}
+	g, w := sluice.View[float32](got), sluice.View[float32](want)
+	for i := range w {
+		if d := math.Abs(float64(g[i] - w[i])); !(d <= 1e-6*math.Abs(float64(w[i]))) {
+			t.Errorf("%s[%d] is %g, want %g", what, i, g[i], w[i])
+			return
+		}
+	}
+}
+
 // same compares bit for bit; probabilities to 1e-6 of their value.
 func same(t *testing.T, what string, got, want sluice.Tensor) {
 	t.Helper()
@@ -108,13 +141,7 @@ func same(t *testing.T, what string, got, want sluice.Tensor) {
 		return
 	}
 	if strings.HasSuffix(what, "target_probs") {
-		g, w := sluice.View[float32](got), sluice.View[float32](want)
-		for i := range w {
-			if d := math.Abs(float64(g[i] - w[i])); d > 1e-6*math.Abs(float64(w[i])) {
-				t.Errorf("%s[%d] is %g, want %g", what, i, g[i], w[i])
-				return
-			}
-		}
+		near(t, what, got, want)
 		return
 	}
 	if !bytes.Equal(got.Data, want.Data) {
@@ -134,7 +161,7 @@ func same(t *testing.T, what string, got, want sluice.Tensor) {
 func TestBatchesAreWhatPyTorchMakes(t *testing.T) {
 	t.Parallel()
 	files, err := filepath.Glob("testdata/golden/*.safetensors")
-	if err != nil || len(files) < 36 {
+	if err != nil || len(files) < 46 {
 		t.Fatalf("%d golden files, %v", len(files), err)
 	}
 	for _, path := range files {
@@ -143,7 +170,15 @@ func TestBatchesAreWhatPyTorchMakes(t *testing.T) {
 			g := readGolden(t, path)
 			s := schema(t, sluice.Algorithm(g.meta["algorithm"]))
 			var samples []Sample
-			if g.meta["shift"] == "0" {
+			opts := &CollateOptions{}
+			if weight, ok := g.tensors["final_norm"]; ok {
+				epsilon, err := strconv.ParseFloat(g.meta["epsilon"], 64)
+				if err != nil {
+					t.Fatal(err)
+				}
+				opts.FinalNorm = &FinalNorm{Weight: weight, Epsilon: epsilon}
+			}
+			if g.meta["shift"] == "0" && g.meta["last_norm"] == "" {
 				samples = produceGolden(t, g, s)
 			} else {
 				samples = importGolden(t, g, s)
@@ -155,7 +190,7 @@ func TestBatchesAreWhatPyTorchMakes(t *testing.T) {
 			default:
 				c = Pack(PackOptions{MaxTokens: g.int(t, "limit"), Multiple: g.int(t, "pad_to")})
 			}
-			b, err := Collate(s, c, samples)
+			b, err := Collate(s, c, samples, opts)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -164,7 +199,27 @@ func TestBatchesAreWhatPyTorchMakes(t *testing.T) {
 				t.Errorf("the batch has %d features, want %d", len(b.Features), len(want))
 			}
 			for _, f := range b.Features {
+				if opts.FinalNorm != nil && f.Name == "last_hidden_states" {
+					near(t, f.Name, f.Tensor, want[f.Name])
+					continue
+				}
 				same(t, f.Name, f.Tensor, want[f.Name])
+			}
+			norm := sluice.NoLast
+			if s.Name == sluice.DSpark || g.meta["encoding"] == "last_hidden_states" {
+				norm = sluice.PostNorm
+			}
+			if b.LastNorm != norm {
+				t.Errorf("the last hidden states are %q-norm, want %q", b.LastNorm, norm)
+			}
+			if s.Name == sluice.EAGLE3 {
+				supervised := int64(0)
+				for _, v := range ints(t, b, "loss_mask") {
+					supervised += v
+				}
+				if b.SupervisedTokens != supervised {
+					t.Errorf("%d tokens count as supervised, and the mask supervises %d", b.SupervisedTokens, supervised)
+				}
 			}
 			shift := "0"
 			if s.Name == sluice.EAGLE3 {
@@ -238,7 +293,7 @@ func importGolden(t *testing.T, g golden, s *sluice.Schema) (samples []Sample) {
 	for i := range g.int(t, "samples") {
 		prefix := strconv.FormatInt(i, 10) + "."
 		x := &sluice.Sample{SampleID: "s" + strconv.FormatInt(i, 10), RunID: "golden", Algorithm: s.Name, SchemaVersion: s.Version,
-			Attributes: map[string]string{"shift": "1", "last_norm": "post", "aux_layers": "hf:" + g.meta["aux_layers"]}}
+			Attributes: map[string]string{"shift": g.meta["shift"], "last_norm": cmp.Or(g.meta["last_norm"], "post"), "aux_layers": "hf:" + g.meta["aux_layers"]}}
 		for _, name := range order {
 			x.Features = append(x.Features, sluice.Feature{Name: name, Tensor: g.tensors["sample."+prefix+name]})
 		}

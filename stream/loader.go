@@ -37,10 +37,12 @@ type LoaderConfig struct {
 	Schema   *sluice.Schema  // required: every ref is checked against it
 	Consumer sluice.Consumer // who acquires; a random name if empty
 
-	// Batch is how many samples make a batch; 1 if 0. The last one may have fewer, and so may one that would otherwise reach into the next window: in a run
-	// with windows, let it divide the samples a rank and step.
+	// Batch is how many samples make a batch; 1 if 0. The last one may have fewer, and so may one that would otherwise reach into the next window (in a run
+	// with windows, let it divide the samples a rank and step) or beyond a change of the target's weights.
 	Batch   int
 	Collate Collator // PadTo(1) if nil
+	// FinalNorm norms last hidden states that the schema wants post-norm, of samples that say that theirs are pre-norm. Without it such samples are refused.
+	FinalNorm *FinalNorm
 	// Prefetch is how many batches are made ahead of the one that the trainer has; 1 if 0, none if negative. In a run with windows, let it be no more than the
 	// windows that the run opens ahead hold; a larger one only waits.
 	Prefetch int
@@ -69,8 +71,13 @@ type LoaderConfig struct {
 //
 // Its methods may be called from any goroutine, one at a time: another call waits. Two goroutines of its own, which start with the first Next and end with Close, fetch ahead and
 // renew leases. Samples that can't be read, are corrupt or break the schema end as failed leases (for good where no try can succeed), never as data.
+//
+// A batch never mixes fingerprints of target or tokenizer, nor attributes that the schema names. From one batch to the next they may change together with the target_model_version,
+// as they do when the target's weights are synced anew; a sample that says otherwise under the version of the one before is refused. In a run with windows the
+// change must fall between two batches of every rank: within one the later sample is refused, since a rank that made two batches of one would be out of step.
 type Loader struct {
 	cfg    LoaderConfig
+	norm   *rmsNorm
 	clock  sluice.Clock
 	ctx    context.Context // of the goroutines; ends with Close
 	cancel context.CancelCauseFunc
@@ -79,7 +86,6 @@ type Loader struct {
 	permits chan struct{} // one for each batch that may be made
 	ready   chan made
 	wake    chan struct{} // tells the renewer that there is something to do
-	settled chan struct{} // tells the fetcher that room may have come
 	work    sync.WaitGroup
 
 	// Of the method that runs.
@@ -93,6 +99,7 @@ type Loader struct {
 	// Of the fetcher; Close takes over when that has ended.
 	parts []*piece // samples read but not in a batch yet
 	id    identity
+	kinds int // times that id changed
 	skips int
 
 	mu       sync.Mutex // guards what follows
@@ -101,8 +108,9 @@ type Loader struct {
 	life     time.Duration // shortest time that a lease was given
 	lastCall time.Time
 	calling  int
-	waiting  bool  // Next waits for a batch
-	moves    int64 // times that leases ended: an end that was seen before may be none since
+	waiting  bool               // Next waits, and no batch is ready
+	recall   context.CancelFunc // ends the acquire that is out: what it says of waiting is no longer so
+	moves    int64              // times that leases ended: an end that was seen before may be none since
 	closing  bool
 	fatal    error // why nothing more is acquired: a newer incarnation took over, or a callback panicked
 	stats    LoaderStats
@@ -122,6 +130,7 @@ type piece struct {
 	sample  Sample
 	tensors *sluice.Tensors
 	item    *item
+	kind    int // of the samples that may be in one batch with it
 }
 
 // made is what the fetcher hands over: a batch, an error, or the end.
@@ -195,6 +204,10 @@ func NewLoader(cfg LoaderConfig) (*Loader, error) {
 	if err := cfg.Collate.check(cfg.Schema); err != nil {
 		return nil, err
 	}
+	norm, err := cfg.FinalNorm.prepare("stream: new loader")
+	if err != nil {
+		return nil, err
+	}
 	switch {
 	case cfg.Prefetch == 0:
 		cfg.Prefetch = 1
@@ -229,10 +242,10 @@ func NewLoader(cfg LoaderConfig) (*Loader, error) {
 		cfg.Clock = sluice.SystemClock{}
 	}
 	l := &Loader{
-		cfg: cfg, clock: cfg.Clock,
+		cfg: cfg, norm: norm, clock: cfg.Clock,
 		call:    make(chan struct{}, 1),
 		permits: make(chan struct{}, cfg.Prefetch+1), ready: make(chan made, cfg.Prefetch+1),
-		wake: make(chan struct{}, 1), settled: make(chan struct{}, 1),
+		wake: make(chan struct{}, 1),
 		held: map[sluice.LeaseID]*hold{},
 	}
 	l.ctx, l.cancel = context.WithCancelCause(context.Background())
@@ -310,19 +323,20 @@ func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 	start := l.clock.Now()
 	defer func() {
 		l.mu.Lock()
-		l.waiting = false
+		l.wait(false)
 		l.stats.Waited += l.clock.Now().Sub(start)
 		l.mu.Unlock()
 	}()
 	for {
+		l.mu.Lock()
+		if len(l.ready) == 0 {
+			l.wait(true) // before the permit, so that what is asked for it says so at once
+		}
+		l.mu.Unlock()
 		if !l.owed {
 			l.permits <- struct{}{}
 			l.owed = true
 		}
-		l.mu.Lock()
-		l.waiting = true
-		l.mu.Unlock()
-		poke(l.settled)
 		var m made
 		select {
 		case m = <-l.ready:
@@ -347,6 +361,17 @@ func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 			continue
 		}
 		return nil, m.err
+	}
+}
+
+// wait notes whether the trainer waits. An acquire that is out said the opposite: it is given up, and asked again. The caller holds mu.
+func (l *Loader) wait(waiting bool) {
+	if l.waiting == waiting {
+		return
+	}
+	l.waiting = waiting
+	if l.recall != nil {
+		l.recall()
 	}
 }
 
@@ -709,7 +734,6 @@ func (l *Loader) settle(ctx context.Context, ids []sluice.LeaseID, v sluice.Verd
 	}
 	l.stats.Stale += int64(stale)
 	l.mu.Unlock()
-	poke(l.settled)
 	if stale > 0 {
 		l.emit(Event{Kind: LeaseLost, Op: "settle", Count: stale})
 	}

@@ -778,38 +778,148 @@ func TestARefOfAnotherSchemaIsADeadLetter(t *testing.T) {
 	})
 }
 
-func TestSamplesOfAnotherTargetAreRefusedAlsoInLaterBatches(t *testing.T) {
+// putVersions enqueues a sample for each letter and version, such as "a0": of the target a with target_model_version 0.
+func (r *rig) putVersions(t *testing.T, list ...string) (refs []sluice.Ref) {
+	t.Helper()
+	for _, v := range list {
+		p, err := NewProducer(ProducerConfig{Target: targettest.New(targettest.Options{Seed: uint64(v[0])}), Store: r.store, Schema: schema(t, sluice.EAGLE3), RunID: "r1", TargetModelVersion: v[1:]})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer p.Close()
+		ref, err := p.Produce(t.Context(), prompts(1)[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: ref}); err != nil {
+			t.Fatal(err)
+		}
+		refs = append(refs, ref)
+	}
+	_ = r.queue.Close(t.Context(), nil)
+	return refs
+}
+
+func TestTheTargetChangesOnlyWithItsVersionAndNeverWithinABatch(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		batch    int
+		put      []string
+		sizes    []int // of the batches
+		refused  int   // place of the sample that ends as a dead letter, or -1
+		names    int   // place of the one that its reason names
+		prefetch int
+	}{
+		"another target":                {1, []string{"a0", "b0"}, []int{1}, 1, 0, 1},
+		"another target in a batch":     {2, []string{"a0", "b0", "a0"}, []int{2}, 1, 0, -1},
+		"new weights":                   {1, []string{"a0", "b1", "b1"}, []int{1, 1, 1}, -1, 0, 1},
+		"new weights cut a batch short": {4, []string{"a0", "a0", "a0", "b1", "b1", "b1", "b1", "b1"}, []int{3, 4, 1}, -1, 0, 3},
+		"another target afterwards":     {2, []string{"a0", "b1", "c1", "b1"}, []int{1, 2}, 2, 1, -1},
+		"a late sample of the old ones": {2, []string{"a0", "b1", "a0", "b1"}, []int{1, 1, 1, 1}, -1, 0, 1},
+		"another version, same weights": {2, []string{"a0", "a1", "a2", "b2"}, []int{2, 1}, 3, 0, -1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t, plenty, targettest.Options{}, nil)
+				refs := r.putVersions(t, c.put...)
+				l := r.loader(t, func(cfg *LoaderConfig) { cfg.Batch, cfg.Prefetch = c.batch, c.prefetch })
+				var sizes []int
+				for {
+					b, err := l.Next(t.Context())
+					if errors.Is(err, io.EOF) {
+						break
+					}
+					if err != nil {
+						wantKind(t, err, sluice.ErrSchema)
+						continue
+					}
+					sizes = append(sizes, len(b.Samples))
+					for _, s := range b.Samples {
+						was, _ := b.Samples[0].Ref.Attribute("target")
+						if is, _ := s.Ref.Attribute("target"); is != was {
+							t.Errorf("a batch mixes the targets %s and %s", was, is)
+						}
+					}
+				}
+				closeLoader(t, l)
+				if !slices.Equal(sizes, c.sizes) {
+					t.Errorf("batches of %v, want %v", sizes, c.sizes)
+				}
+				if c.refused < 0 && len(r.queue.dead) > 0 {
+					t.Errorf("dead letters %+v", r.queue.dead)
+				}
+				if c.refused >= 0 && (len(r.queue.dead) != 1 || r.queue.dead[0].ref.SampleID() != refs[c.refused].SampleID() ||
+					!strings.Contains(r.queue.dead[0].lastReason, refs[c.names].SampleID()) || !strings.Contains(r.queue.dead[0].lastReason, "target_model_version")) {
+					t.Errorf("dead letters %+v, want %s with the name of %s", r.queue.dead, refs[c.refused].SampleID(), refs[c.names].SampleID())
+				}
+				clean(t, r.store, r.queue)
+			})
+		})
+	}
+}
+
+// A rank that made two batches where the others make one would be out of step with them.
+func TestNewWeightsWithinABatchOfAWindowAreRefused(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t, plenty, targettest.Options{}, nil)
-		foreign, err := NewProducer(ProducerConfig{Target: targettest.New(targettest.Options{Seed: 9}), Store: r.store, Schema: schema(t, sluice.EAGLE3), RunID: "r1"})
-		if err != nil {
-			t.Fatal(err)
+		r.queue.window = func(n int, _ sluice.Ref) *sluice.WindowSlot {
+			return &sluice.WindowSlot{Number: int64(n / 4), Slot: n % 4}
 		}
-		defer foreign.Close()
-		ref, err := foreign.Produce(t.Context(), prompts(1)[0])
-		if err != nil {
-			t.Fatal(err)
+		refs := r.putVersions(t, "a0", "a0", "b1", "c2", "c2", "c2")
+		l := r.loader(t, func(c *LoaderConfig) { c.Batch = 2 })
+		next(t, l)
+		_, err := l.Next(t.Context()) // the first of the two is there, and the change between batches was in order
+		wantKind(t, err, sluice.ErrSchema)
+		if err != nil && !strings.Contains(err.Error(), "between windows") {
+			t.Errorf("error %q", err)
 		}
-		first, err := r.producer.Produce(t.Context(), prompts(1)[0])
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, x := range []sluice.Ref{first, ref} {
-			if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: x}); err != nil {
-				t.Fatal(err)
+		for _, want := range []string{"1", "2"} {
+			if b := next(t, l); b.Samples[0].Ref.TargetModelVersion() != want {
+				t.Errorf("version %s, want %s", b.Samples[0].Ref.TargetModelVersion(), want)
 			}
 		}
-		_ = r.queue.Close(t.Context(), nil)
-		l := r.loader(t, nil)
-		next(t, l)
-		_, err = l.Next(t.Context())
-		wantKind(t, err, sluice.ErrSchema)
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
+			t.Error(err)
+		}
 		closeLoader(t, l)
-		if len(r.queue.dead) != 1 || !strings.Contains(r.queue.dead[0].lastReason, first.SampleID()) {
+		if len(r.queue.dead) != 1 || r.queue.dead[0].ref.SampleID() != refs[3].SampleID() {
 			t.Errorf("dead letters %+v", r.queue.dead)
 		}
 		clean(t, r.store, r.queue)
+	})
+}
+
+func TestALoaderNormsWhatComesPreNorm(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		for _, norm := range []*FinalNorm{nil, normOf(2)} {
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			s := sampleOf(t, "s", []int64{0, 1, 1}, func(x *sluice.Sample) {
+				x.RunID = "r1"
+				preNorm(x)
+				copy(sluice.View[uint16](x.Features[4].Tensor), []uint16{0x3f80, 0x4000, 0x4040})
+			}, []int64{1, 2, 3})
+			x := &sluice.Sample{SampleID: "s", RunID: "r1", Algorithm: sluice.EAGLE3, SchemaVersion: 1, NumTokens: 3, Features: s.Features, Attributes: map[string]string{"shift": "0", "aux_layers": "hf:1,2,3", "last_norm": "pre"}}
+			ref, err := r.store.Put(t.Context(), x, sluice.Reservation{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := r.queue.Put(t.Context(), sluice.PutRequest{Ref: ref}); err != nil {
+				t.Fatal(err)
+			}
+			_ = r.queue.Close(t.Context(), nil)
+			l := r.loader(t, func(c *LoaderConfig) { c.FinalNorm = norm })
+			b, err := l.Next(t.Context())
+			if norm == nil {
+				wantKind(t, err, sluice.ErrSchema)
+			} else if err != nil || b.LastNorm != sluice.PostNorm || !slices.Equal(shorts(t, b, "last_hidden_states"), []uint16{0x4000, 0x4000, 0}) {
+				t.Errorf("%+v, %v", b, err)
+			}
+			closeLoader(t, l)
+			clean(t, r.store, r.queue)
+		}
 	})
 }
 
@@ -1130,6 +1240,7 @@ func TestImpossibleLoadersAreRefused(t *testing.T) {
 		"no queue": func(c *LoaderConfig) { c.Queue = nil }, "no store": func(c *LoaderConfig) { c.Store = nil }, "no schema": func(c *LoaderConfig) { c.Schema = nil },
 		"batch": func(c *LoaderConfig) { c.Batch = -1 }, "ack": func(c *LoaderConfig) { c.Ack = "later" }, "consumer": func(c *LoaderConfig) { c.Consumer.Name = "a b" },
 		"renewal": func(c *LoaderConfig) { c.RenewEvery = -1 }, "function": func(c *LoaderConfig) { c.Collate = CollateFunc(nil) },
+		"norm": func(c *LoaderConfig) { c.FinalNorm = &FinalNorm{} },
 	} {
 		cfg := LoaderConfig{Queue: r.queue, Store: r.store, Schema: schema(t, sluice.EAGLE3)}
 		change(&cfg)

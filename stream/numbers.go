@@ -68,11 +68,17 @@ func firstNotFinite(t sluice.Tensor) int64 {
 // convert stores float32 values in the given dtype, rounding to the nearest, ties to even.
 func convert(values []float32, dtype sluice.DType, shape ...int64) sluice.Tensor {
 	t := sluice.NewTensor(dtype, shape...)
-	switch dtype {
+	narrow(t, 0, values)
+	return t
+}
+
+// narrow stores float32 values from the element at on, rounding to the nearest, ties to even.
+func narrow(t sluice.Tensor, at int64, values []float32) {
+	switch t.DType {
 	case sluice.Float32:
-		copy(sluice.View[float32](t), values)
+		copy(sluice.View[float32](t)[at:], values)
 	case sluice.BFloat16:
-		out := sluice.View[uint16](t)
+		out := sluice.View[uint16](t)[at:]
 		for i, v := range values {
 			b := math.Float32bits(v)
 			if v != v {
@@ -82,14 +88,33 @@ func convert(values []float32, dtype sluice.DType, shape ...int64) sluice.Tensor
 			out[i] = uint16((b + 0x7fff + b>>16&1) >> 16)
 		}
 	case sluice.Float16:
-		out := sluice.View[uint16](t)
+		out := sluice.View[uint16](t)[at:]
 		for i, v := range values {
 			out[i] = half(v)
 		}
 	default:
-		panic("stream: no conversion of float32 to " + dtype.String())
+		panic("stream: no conversion of float32 to " + t.DType.String())
 	}
-	return t
+}
+
+// widen reads elements as float32, from the one at on.
+func widen(values []float32, t sluice.Tensor, at int64) {
+	switch t.DType {
+	case sluice.Float32:
+		copy(values, sluice.View[float32](t)[at:])
+	case sluice.BFloat16:
+		in := sluice.View[uint16](t)[at:]
+		for i := range values {
+			values[i] = math.Float32frombits(uint32(in[i]) << 16)
+		}
+	case sluice.Float16:
+		in := sluice.View[uint16](t)[at:]
+		for i := range values {
+			values[i] = single(in[i])
+		}
+	default:
+		panic("stream: no conversion of " + t.DType.String() + " to float32")
+	}
 }
 
 // half rounds to IEEE binary16; what is too large becomes infinite.
@@ -107,6 +132,18 @@ func half(v float32) uint16 {
 	}
 	b += 0xc800_0fff + b>>13&1 // rebias the exponent by -112, round
 	return sign | uint16(b>>13)
+}
+
+// single is the value of an IEEE binary16.
+func single(h uint16) float32 {
+	sign, exponent, fraction := uint32(h&0x8000)<<16, uint32(h>>10&0x1f), uint32(h&0x3ff)
+	switch exponent {
+	case 0: // zero or subnormal: a multiple of 2^-24, which float32 has exactly
+		return math.Float32frombits(sign | math.Float32bits(float32(fraction)*0x1p-24))
+	case 0x1f:
+		return math.Float32frombits(sign | 0x7f80_0000 | fraction<<13)
+	}
+	return math.Float32frombits(sign | (exponent+112)<<23 | fraction<<13)
 }
 
 // float32s returns the elements of a float32 tensor, copied only if they are not aligned.

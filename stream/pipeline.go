@@ -168,20 +168,39 @@ func (p *Pipeline) run(outer, all, pull context.Context) {
 	} else {
 		var beats, workers sync.WaitGroup
 		beating, stopBeating := context.WithCancel(all)
-		beats.Go(func() { p.heartbeat(beating) })
+		beats.Go(func() { p.watch("report", func() { p.heartbeat(beating) }) })
 		for range p.opts.Workers {
-			workers.Go(func() { p.work(all, pull) })
+			workers.Go(func() { p.watch("work", func() { p.work(all, pull) }) })
 		}
 		workers.Wait()
 		stopBeating()
 		beats.Wait()
 	}
 	if c, ok := p.source.(io.Closer); ok {
-		if err := guard(sluice.Invalid, "stream: pipeline: close source", c.Close); err != nil {
-			p.fail(err)
-		}
+		var closing sync.WaitGroup // in a goroutine of its own, since this one has more to do
+		closing.Go(func() {
+			p.watch("close source", func() {
+				if err := guard(sluice.Invalid, "stream: pipeline: close source", c.Close); err != nil {
+					p.fail(err)
+				}
+			})
+		})
+		closing.Wait()
 	}
 	p.finish(outer, all)
+}
+
+// watch calls f, which calls code that is not ours, at the bottom of a goroutine. If that code ends the goroutine, which nothing can prevent, the pipeline has failed: otherwise it would seem
+// that there were no more prompts.
+func (p *Pipeline) watch(what string, f func()) {
+	returned := false
+	defer func() {
+		if !returned {
+			p.fail(&sluice.Error{Kind: sluice.Invalid, Op: "stream: pipeline: " + what, Detail: "the goroutine was ended by what it called (runtime.Goexit)"})
+		}
+	}()
+	f()
+	returned = true
 }
 
 // finish tells the queue how it ended. While nothing has ended the pipeline but its source it asks for as long as Patience lasts, like any other call; then, and behind an error or a
@@ -461,7 +480,8 @@ func (p *Pipeline) Drain(ctx context.Context) error {
 }
 
 // Stop gives up what is in work: a wait at the gate ends, a forward is cancelled, a sample that has not reached the queue is taken out of the store. It waits until that is done, for as long as ctx
-// lives, and returns the error that had ended the pipeline before, if one had. What is in the queue stays there, and leases are the trainer's. It may be called any number of times, and
+// lives, and returns the error that had ended the pipeline before, if one had. What is in the queue stays there, and leases are the trainer's. To the queue
+// this is a regular end, like that of the prompts, unless LeaveOpen says otherwise. It may be called any number of times, and
 // before Start, which is refused then.
 func (p *Pipeline) Stop(ctx context.Context) error {
 	p.mu.Lock()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -853,6 +854,56 @@ func TestAPanicInACallbackIsAnError(t *testing.T) {
 			t.Error("the panic is gone")
 		}
 	})
+}
+
+// exiting is a source that ends the goroutine that calls it, as t.FailNow does.
+type exiting struct {
+	next, close bool
+	left        []*sluice.PromptBatch
+}
+
+func (s *exiting) Next(context.Context) (*sluice.PromptBatch, error) {
+	if len(s.left) > 0 {
+		b := s.left[0]
+		s.left = s.left[1:]
+		return b, nil
+	}
+	if s.next {
+		runtime.Goexit()
+	}
+	return nil, io.EOF
+}
+
+func (s *exiting) Close() error {
+	if s.close {
+		runtime.Goexit()
+	}
+	return nil
+}
+
+func TestASourceThatEndsItsGoroutineEndsThePipelineAsFailed(t *testing.T) {
+	t.Parallel()
+	for _, src := range []*exiting{{next: true}, {close: true}, {next: true, close: true}} {
+		synctest.Test(t, func(t *testing.T) {
+			src.left = prompts(2)
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			p := r.pipeline(t, src, PipelineOptions{})
+			if err := p.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			ids, err := consume(t, r)
+			if len(ids) != 2 || err == nil || errors.Is(err, io.EOF) || !strings.Contains(err.Error(), "Goexit") {
+				t.Errorf("the consumer got %d samples and %v", len(ids), err)
+			}
+			if err := p.Wait(t.Context()); !errors.Is(err, sluice.ErrInvalid) || !strings.Contains(err.Error(), "Goexit") {
+				t.Errorf("the pipeline ended with %v", err)
+			}
+			if last := r.queue.lastReport(); last.State != sluice.ProducerFailed {
+				t.Errorf("the last report was %+v", last)
+			}
+			clean(t, r.store, r.queue)
+		})
+	}
 }
 
 func TestSeveralWorkersLoseNothing(t *testing.T) {

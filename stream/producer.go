@@ -36,7 +36,7 @@ type ProducerConfig struct {
 
 	// Encoding is the supervision encoding; the schema's default (which may be none) if empty.
 	Encoding string
-	// Optional names further optional features that samples shall have, beside those of the encoding and of packing.
+	// Optional names further optional features that samples shall have, beside those of the encoding and of packing. Features of another encoding are refused.
 	Optional []string
 	// AuxLayers are the layers that RoleAux is taken from, in "hf" numbering; the target's DefaultAuxLayers if nil, which a target of less than seven layers is
 	// too shallow for.
@@ -169,6 +169,15 @@ func (p *Producer) plan(op string, bad func(field, format string, args ...any) e
 		if s.Feature(name) == nil {
 			return bad("Optional", "%q is no feature of the schema %s", name, s.Name)
 		}
+		if wanted[name] {
+			continue
+		}
+		// It would make the sample one of two encodings, or of half of one.
+		for _, e := range s.Supervision.Encodings {
+			if slices.Contains(e.Features, name) {
+				return bad("Optional", "%q belongs to the encoding %q of the schema %s; to have it, set Encoding", name, e.Name, s.Name)
+			}
+		}
 		wanted[name] = true
 	}
 	for i := range s.Features {
@@ -236,9 +245,8 @@ func (p *Producer) ask(op string, f *sluice.SchemaFeature, bad func(field, forma
 	case sluice.RoleAux:
 		layers := p.cfg.AuxLayers
 		if layers == nil {
-			layers = p.info.DefaultAuxLayers()
-			if !slices.IsSorted(layers) || len(slices.Compact(slices.Clone(layers))) < len(layers) {
-				return bad("AuxLayers", "is nil, and a target of %d layers is too shallow for the default, which would be %v; want layers of %d to %d, each once", p.info.Layers, layers, -1, p.info.Layers-1)
+			if layers = p.info.DefaultAuxLayers(); layers == nil {
+				return bad("AuxLayers", "is nil, and a target of %d layers is too shallow for the default; want layers of %d to %d, each once", p.info.Layers, -1, p.info.Layers-1)
 			}
 		}
 		if len(layers) == 0 {

@@ -347,7 +347,7 @@ func TestASchemaOfOnesOwnNeedsNoCode(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer x.Release(t.Context())
-	b, err := Collate(s, PadTo(0), []Sample{{Ref: ref, Features: x.Features}})
+	b, err := Collate(s, PadTo(0), []Sample{{Ref: ref, Features: x.Features}}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -364,21 +364,24 @@ func TestImpossibleConfigurationsAreRefused(t *testing.T) {
 		change func(*ProducerConfig)
 		want   error
 	}{
-		"no target":                   {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid},
-		"no store":                    {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid},
-		"no schema":                   {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid},
-		"no run":                      {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid},
-		"unknown encoding":            {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid},
-		"probs without vocabulary":    {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid},
-		"vocabulary out of range":     {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid},
-		"vocabulary twice":            {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid},
-		"layer out of range":          {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid},
-		"layer twice":                 {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid},
-		"too shallow for the default": {func(c *ProducerConfig) { c.Target = targettest.New(targettest.Options{Layers: 3}) }, sluice.ErrInvalid},
-		"no layers":                   {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid},
-		"logits as integers":          {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid},
-		"unknown optional":            {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid},
-		"bad session":                 {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid},
+		"no target":                    {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid},
+		"no store":                     {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid},
+		"no schema":                    {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid},
+		"no run":                       {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid},
+		"unknown encoding":             {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid},
+		"probs without vocabulary":     {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid},
+		"vocabulary out of range":      {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid},
+		"vocabulary twice":             {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid},
+		"layer out of range":           {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid},
+		"layer twice":                  {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid},
+		"too shallow for the default":  {func(c *ProducerConfig) { c.Target = targettest.New(targettest.Options{Layers: 3}) }, sluice.ErrInvalid},
+		"no layers":                    {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid},
+		"logits as integers":           {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid},
+		"unknown optional":             {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid},
+		"optional of another encoding": {func(c *ProducerConfig) { c.Optional = []string{"logits"} }, sluice.ErrInvalid},
+		"part of another encoding":     {func(c *ProducerConfig) { c.Optional = []string{"position_mask"} }, sluice.ErrInvalid},
+		"optional of an encoding that was not asked for": {func(c *ProducerConfig) { c.Schema, c.Optional = schema(t, sluice.DFlash), []string{"logits"} }, sluice.ErrInvalid},
+		"bad session": {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid},
 		"both norms": {func(c *ProducerConfig) {
 			c.Schema = &sluice.Schema{Name: "x", Version: 1, Features: []sluice.SchemaFeature{
 				{Name: "a", From: sluice.RoleLast, Norm: sluice.PreNorm, Required: true, DTypes: []sluice.DType{sluice.Float32}},
@@ -718,6 +721,20 @@ func TestHalfRoundsToNearestEven(t *testing.T) {
 		6.1035156e-5: 0x400, 6.097555e-5: 0x3ff, 1.00048828125: 0x3c00, 1.00146484375: 0x3c02, float32(math.Inf(-1)): 0xfc00} {
 		if got := half(v); got != want {
 			t.Errorf("half(%g) = %#x, want %#x", v, got, want)
+		}
+	}
+}
+
+func TestEveryHalfComesBackAsItWas(t *testing.T) {
+	t.Parallel()
+	for i := range 1 << 16 {
+		h := uint16(i)
+		if v := single(h); v != v {
+			if h&0x7c00 != 0x7c00 || h&0x3ff == 0 {
+				t.Fatalf("%#x became NaN", h)
+			}
+		} else if back := half(v); back != h {
+			t.Fatalf("%#x became %g, and that %#x", h, v, back)
 		}
 	}
 }

@@ -12,6 +12,10 @@ Each file is one case in the safetensors format. Its metadata says what the case
     draft_vocab           the selected token ids
     sample.<i>.<feature>  the sample that must be in the store (shift 0), or that another producer put there (shift 1)
     batch.<feature>       the batch that collation must make of all samples
+    final_norm            the weight of the target's final norm, where samples hold the last state as it is before that norm (last_norm pre)
+
+Where the metadata says that documents cross, the samples are packed and shifted as upstream does it: a document's last slot keeps the loss of the next
+document's first token.
 """
 
 import json
@@ -44,6 +48,15 @@ def write(path, tensors, meta):
 
 def rms(x):
     return x / torch.sqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6).float()
+
+
+EPSILON = 1e-5
+
+
+def final_norm(x, weight):
+    """RMSNorm, as torch.nn.functional.rms_norm has it, in float32; rounded back to the type of x."""
+    v = x.to(torch.float32)
+    return (v * torch.rsqrt(v.pow(2).mean(-1, keepdim=True) + EPSILON) * weight).to(x.dtype)
 
 
 def make_docs(gen, lengths):
@@ -147,12 +160,12 @@ def left(t):
     return t
 
 
-def aligned(algorithm, sample):
-    """A sample as the trainer sees it: shifted where the algorithm says so, no document supervising the next one's first token."""
+def aligned(algorithm, sample, cross=False):
+    """A sample as the trainer sees it: shifted where the algorithm says so, no document supervising the next one's first token unless they cross."""
     if algorithm != "eagle3":
         return dict(sample)
     f = {k: left(v) if k in SHIFTED else v.clone() for k, v in sample.items()}
-    if "seq_lens" in f:
+    if "seq_lens" in f and not cross:
         for r, lens in enumerate(f["seq_lens"].tolist()):
             ends = torch.tensor(lens).cumsum(0)
             for n, end in zip(lens, ends.tolist()):
@@ -257,6 +270,77 @@ def case(out_dir, seed, algorithm, encoding, mode, shift):
     })
 
 
+def crossing_case(out_dir, seed, encoding, mode):
+    """Packed eagle3 samples that come shifted with the boundaries of their documents as they fall."""
+    gen = torch.Generator().manual_seed(seed)
+    layers = [1, 2, 4]
+    rows = [[make_docs(gen, [3, 4, 2])], [make_docs(gen, [5, 2]), make_docs(gen, [6, 3])]]
+    tensors, samples, rows_docs, tokens, kept = {"draft_vocab": torch.tensor(DRAFT)}, [], [], 0, 0
+    for i, sample_rows in enumerate(rows):
+        p, target = layout(sample_rows, gen, layers, True)
+        s = aligned("eagle3", make_sample("eagle3", encoding, p, target, layers), cross=True)
+        tensors[f"prompt.{i}.attention_mask"] = p["attention_mask"]
+        for k, v in s.items():
+            tensors[f"sample.{i}.{k}"] = v
+        samples.append(s)
+        tokens += int(p["attention_mask"].sum())
+        # What is left out is the first token of each row, and nothing else: every other one stands in the slot before it.
+        kept += sum(int(torch.cat([d["loss"] for d in row])[1:].sum()) for row in sample_rows)
+        rows_docs.append([[len(d["ids"]) for d in row] for row in sample_rows])
+    limit = 16
+    batch = pad_batch(samples) if mode == "packed" else pack_batch("eagle3", samples, rows_docs, "1", limit)
+    for k, v in batch.items():
+        tensors[f"batch.{k}"] = v
+    write(os.path.join(out_dir, f"eagle3-{encoding}-{mode}-1-crossing.safetensors"), tensors, {
+        "algorithm": "eagle3", "encoding": encoding, "mode": mode, "shift": "1", "cross": "true", "samples": str(len(samples)), "pad_to": str(PAD_TO), "limit": str(limit),
+        "hidden": str(H), "vocab": str(V), "layers": str(LAYERS), "aux_layers": ",".join(map(str, layers)), "tokens": str(tokens), "supervised": str(kept), "order": json.dumps(list(samples[0])),
+    })
+
+
+def norm_case(out_dir, seed, dtype, mode, shift):
+    """Eagle3 samples whose last state is pre-norm; the batch has it post-norm."""
+    gen = torch.Generator().manual_seed(seed)
+    layers = [1, 2, 4]
+    packed = mode in ("packed", "repacked")
+    if packed:
+        rows = [[make_docs(gen, [3, 4, 2])], [make_docs(gen, [5, 2]), make_docs(gen, [6])]]
+    else:
+        rows = [[make_docs(gen, [5])], [make_docs(gen, [3]), make_docs(gen, [7])]]
+    weight = torch.rand(H, generator=gen) * 3 - 1
+    tensors, stored, expected, rows_docs, tokens = {"final_norm": weight}, [], [], [], 0
+    for i, sample_rows in enumerate(rows):
+        p, target = layout(sample_rows, gen, layers, packed)
+        # Streams of several magnitudes, and padding that is not zero.
+        scales = 10.0 ** torch.randint(-2, 3, target["last"].shape[:2], generator=gen).unsqueeze(-1)
+        target["last"] = (torch.randn(target["last"].shape, generator=gen) * scales).to(dtype)
+        target["aux"] = target["aux"].to(dtype)
+        s = make_sample("eagle3", "last_hidden_states", p, target, layers)
+        want = dict(s, last_hidden_states=final_norm(target["last"], weight))
+        tensors[f"prompt.{i}.attention_mask"] = p["attention_mask"]
+        tokens += int(p["attention_mask"].sum())
+        if shift == "1":
+            s, want = aligned("eagle3", s), aligned("eagle3", want)
+        for k, v in s.items():
+            tensors[f"sample.{i}.{k}"] = v
+        stored.append(s)
+        expected.append(want)
+        rows_docs.append([[len(d["ids"]) for d in row] for row in sample_rows])
+    limit = 16
+    if mode in ("padded", "packed"):
+        batch = pad_batch([aligned("eagle3", s) if shift == "0" else s for s in expected])
+    else:
+        batch = pack_batch("eagle3", expected, rows_docs, shift, limit)
+    for k, v in batch.items():
+        tensors[f"batch.{k}"] = v
+    name = f"eagle3-last_hidden_states-{mode}-{shift}-norm-{str(dtype).removeprefix('torch.')}"
+    write(os.path.join(out_dir, name + ".safetensors"), tensors, {
+        "algorithm": "eagle3", "encoding": "last_hidden_states", "mode": mode, "shift": shift, "last_norm": "pre", "epsilon": repr(EPSILON),
+        "samples": str(len(stored)), "pad_to": str(PAD_TO), "limit": str(limit), "hidden": str(H), "vocab": str(V), "layers": str(LAYERS),
+        "aux_layers": ",".join(map(str, layers)), "tokens": str(tokens),
+        "supervised": str(supervised([d["loss"] for rows_ in rows for row in rows_ for d in row])), "order": json.dumps(list(stored[0])),
+    })
+
+
 def main(out_dir):
     os.makedirs(out_dir, exist_ok=True)
     seed = 0
@@ -266,6 +350,14 @@ def main(out_dir):
                 for shift in ("0", "1") if algorithm == "eagle3" else ("0",):
                     seed += 1
                     case(out_dir, seed, algorithm, encoding, mode, shift)
+    for encoding in ("last_hidden_states", "target_probs"):
+        for mode in ("packed", "repacked"):
+            seed += 1
+            crossing_case(out_dir, seed, encoding, mode)
+    for dtype in (torch.float32, torch.bfloat16):
+        for mode, shift in (("padded", "0"), ("padded", "1"), ("repacked", "0")):
+            seed += 1
+            norm_case(out_dir, seed, dtype, mode, shift)
 
 
 if __name__ == "__main__":
