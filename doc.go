@@ -16,7 +16,7 @@
 //   - Every put has a fresh generation, so that a ref never reads a later put of the same id.
 //   - What silently ruins training (layer numbering, norm state, shift, packing) is data: a [Schema] says what a sample must say of itself, and refs that do not are refused.
 //
-// The backends live in folders of their own (store/, queue/, journal/, target/) and pass the conformance suites beside them; package stream joins them into a
+// The backends live in folders of their own (store/, queue/, target/) and pass the conformance suites beside them; package stream joins them into a
 // producer, a pipeline and a loader.
 //
 // Errors are *[Error] values with a closed set of kinds; act on the kind with [errors.Is].

@@ -37,7 +37,8 @@ type LoaderConfig struct {
 	Schema   *sluice.Schema  // required: every ref is checked against it
 	Consumer sluice.Consumer // who acquires; a random name if empty
 
-	// Batch is how many samples make a batch; 1 if 0. The last one may have fewer, and so may one that would otherwise reach into the next window (in a run
+	// Batch is how many samples make a batch; 1 if 0. A cap that cannot hold so many makes batches small and slow: let the run declare SamplesPerStep and
+	// StepsPerCheckpoint, and it is refused instead. The last one may have fewer, and so may one that would otherwise reach into the next window (in a run
 	// with windows, let it divide the samples a rank and step) or beyond a change of the target's weights.
 	Batch   int
 	Collate Collator // PadTo(1) if nil

@@ -2,9 +2,11 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -19,6 +21,7 @@ func demoCommand(stdout, stderr io.Writer) *cobra.Command {
 		o         demo.Options
 		algorithm string
 		asJSON    bool
+		maxBytes  byteSize
 	)
 	c := &cobra.Command{
 		Use:   "demo",
@@ -30,16 +33,21 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 		Example: `  sluice demo
   sluice demo --algorithm dspark --ranks 2
   sluice demo --prompts mine.jsonl --model ./my-llama --store /dev/shm/demo --json`,
-		Args: cobra.NoArgs,
+		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.Algorithm = sluice.Algorithm(algorithm)
-			width, terminal := terminalWidth(stderr)
-			if terminal {
+			o.MaxBytes = int64(maxBytes)
+			width := terminalWidth(stderr)
+			if width != nil {
 				o.Interval = 100 * time.Millisecond
 			}
-			o.Progress = demo.NewDisplay(stderr, terminal, width).Show
+			display := demo.NewDisplay(stderr, width)
+			o.Progress, o.Warn = display.Show, display.Warn
 			r, err := demo.Run(cmd.Context(), o)
 			if err != nil {
+				if asJSON {
+					err = errors.Join(err, printJSON(stdout, map[string]string{"error": err.Error(), "kind": string(sluice.KindOf(err))}))
+				}
 				return err
 			}
 			people := stdout
@@ -48,17 +56,12 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 			}
 			fmt.Fprint(people, r.Summary())
 			if asJSON {
-				line, err := json.Marshal(r)
-				if err != nil {
-					return err
-				}
-				if _, err := fmt.Fprintf(stdout, "%s\n", line); err != nil {
+				if err := printJSON(stdout, r); err != nil {
 					return err
 				}
 			}
-			if !r.OK() {
-				fmt.Fprintln(stderr, "sluice: demo: the stream was not right; see above")
-				return errSilent
+			if faults := r.Faults(); len(faults) > 0 {
+				return fmt.Errorf("demo: the stream was not right: %s", strings.Join(faults, "; "))
 			}
 			return nil
 		},
@@ -67,25 +70,41 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 	f.StringVar(&algorithm, "algorithm", string(sluice.EAGLE3), "draft family: eagle3, dflash or dspark")
 	f.StringArrayVar(&o.Prompts, "prompts", nil, "JSONL `file` of prompts instead of the shipped ones (may be repeated)")
 	f.StringVar(&o.Model, "model", "", "Hugging Face `folder` of a Llama instead of the shipped checkpoint")
-	f.IntSliceVar(&o.AuxLayers, "aux-layers", nil, "decoder `layers` whose states are streamed, counted from 0 (default 1, N/2-1, N-4)")
-	f.StringVar(&o.Store, "store", "mem", "where samples lie: mem, or a `directory`")
-	f.IntVar(&o.Ranks, "ranks", 1, "data-parallel ranks; with more than one the run deals out windows")
-	f.IntVar(&o.Batch, "batch", 4, "samples a rank and step")
+	f.IntSliceVar(&o.AuxLayers, "aux-layers", nil, "decoder `layers` whose states are streamed, counted from 0, -1 for the embeddings (default 1,N/2-1,N-4)")
+	f.StringVar(&o.Store, "store", "mem", "where samples lie while the demo runs: mem, or a `directory`, from which they are removed at the end")
+	f.IntVar(&o.Ranks, "ranks", 1, "data-parallel ranks, at most 64; with more than one the run deals out windows")
+	f.IntVar(&o.Batch, "batch", 4, "samples a rank and step, at most 1024")
 	f.Int64Var(&o.MaxTokens, "max-tokens", 384, "truncate rows to this many tokens")
-	f.Int64Var(&o.MaxBytes, "max-bytes", 0, "cap of the store in bytes (default 8 MiB, or what the windows need)")
-	f.BoolVar(&asJSON, "json", false, "make the last line of stdout one JSON object; everything for people goes to stderr")
+	f.Var(&maxBytes, "max-bytes", "cap of the store: a `size` such as 16MiB (default 8MiB, or twice what the consumers hold)")
+	f.BoolVar(&asJSON, "json", false, "make the last line of stdout one JSON object, {\"error\",\"kind\"} if the demo fails; everything for people goes to stderr")
 	return c
 }
 
-// terminalWidth returns the width of w in columns if w is a terminal.
-func terminalWidth(w io.Writer) (int, bool) {
+// terminalWidth returns what tells the width of w in columns if w is a terminal, and nil if it is none.
+func terminalWidth(w io.Writer) func() int {
 	f, ok := w.(*os.File)
 	if !ok || os.Getenv("TERM") == "dumb" {
-		return 0, false
+		return nil
 	}
-	size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
+	width := 0
+	read := func() int {
+		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil {
+			width = int(size.Col)
+		}
+		return width // the last known one, if the terminal is gone
+	}
+	if read() == 0 {
+		return nil
+	}
+	return read
+}
+
+// printJSON writes v as one line.
+func printJSON(w io.Writer, v any) error {
+	line, err := json.Marshal(v)
 	if err != nil {
-		return 0, false
+		return err
 	}
-	return int(size.Col), true
+	_, err = fmt.Fprintf(w, "%s\n", line)
+	return err
 }

@@ -19,13 +19,27 @@ func main() { os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr)) }
 // errSilent ends the command with status 1 when everything has been said already.
 var errSilent = errors.New("the command has said what is wrong")
 
+// errUsage is in the chain of errors of the command line, which end with status 2.
+var errUsage = errors.New("")
+
+// noArguments is for commands that take flags only.
+func noArguments(_ *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usageError{fmt.Errorf("unexpected argument %q", args[0])}
+	}
+	return nil
+}
+
+type usageError struct{ error }
+
+func (usageError) Is(target error) bool { return target == errUsage }
+
 // Main runs the command and returns its exit status: 0; 1 for a failure; 2 for a wrong command line; 130 after an interrupt.
 func Main(args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second interrupt ends the process the hard way
 
-	usage := false
 	root := &cobra.Command{
 		Use:           "sluice",
 		Short:         "Stream a target model's hidden states to the trainers of a draft model",
@@ -37,10 +51,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error {
-		usage = true
-		return err
-	})
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(demoCommand(stdout, stderr))
 
 	command, err := root.ExecuteContextC(ctx)
@@ -54,7 +65,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		return 1
 	}
 	fmt.Fprintln(stderr, "sluice:", err)
-	if usage || command == root {
+	if errors.Is(err, errUsage) || command == root {
 		fmt.Fprintf(stderr, "Run '%s --help' for usage.\n", command.CommandPath())
 		return 2
 	}

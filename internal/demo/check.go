@@ -32,9 +32,10 @@ func rowHash(ids, lossMask sluice.Tensor) [sha256.Size]byte {
 	return [sha256.Size]byte(h.Sum(nil))
 }
 
-// source notes every row on its way to the producer.
-func (b *books) source(s stream.Source) stream.Source {
+// source notes every row on its way to the producer, and calls look when a row is asked for.
+func (b *books) source(s stream.Source, look func()) stream.Source {
 	return stream.SourceFunc(func(ctx context.Context) (*sluice.PromptBatch, error) {
+		look()
 		batch, err := s.Next(ctx)
 		if err == nil && batch != nil {
 			b.mu.Lock()
@@ -95,12 +96,12 @@ func (c *checker) check(ctx context.Context, batch *stream.Batch) ([]seen, error
 	var all []seen
 	for i := range batch.Samples {
 		s := &batch.Samples[i]
-		row, err := c.checkSample(ctx, batch, s)
+		one, err := c.checkSample(ctx, batch, s)
 		if err != nil {
 			return nil, err
 		}
 		if !s.Pad {
-			all = append(all, seen{s.Ref.SampleID(), row, s.Ref.NumTokens()})
+			all = append(all, one)
 		}
 	}
 	return all, nil
@@ -116,16 +117,16 @@ func (c *checker) stepped(all []seen) {
 	}
 }
 
-func (c *checker) checkSample(ctx context.Context, batch *stream.Batch, s *stream.BatchSample) (row [sha256.Size]byte, err error) {
+func (c *checker) checkSample(ctx context.Context, batch *stream.Batch, s *stream.BatchSample) (one seen, err error) {
 	stored, err := c.store.Get(ctx, s.Ref)
 	if err != nil {
-		return row, err
+		return one, err
 	}
 	defer func() { err = errors.Join(err, stored.Release(context.WithoutCancel(ctx))) }()
 
 	direct, err := c.direct(ctx, stored)
 	if err != nil {
-		return row, err
+		return one, err
 	}
 	for _, f := range stored.Features {
 		if want, ok := direct[f.Name]; !ok || !f.Equal(want.Spec) || !bytes.Equal(f.Data, want.Data) {
@@ -137,7 +138,7 @@ func (c *checker) checkSample(ctx context.Context, batch *stream.Batch, s *strea
 	}
 	ids := c.role(stored, sluice.RoleInputIDs)
 	mask := c.role(stored, sluice.RoleLossMask)
-	return rowHash(ids, mask), nil
+	return seen{s.Ref.SampleID(), rowHash(ids, mask), ids.Elements()}, nil
 }
 
 // role is the stored feature of a role that every built-in schema has.

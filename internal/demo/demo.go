@@ -8,8 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -34,11 +34,13 @@ type Options struct {
 	Model     string           // a Hugging Face folder with a Llama; the shipped checkpoint if empty
 	AuxLayers []int            // layers of the aux states, in "hf" numbering; the model's default if nil
 	Store     string           // "mem" (also if empty), or a directory in which the samples shall lie for the time of the demo
-	Ranks     int              // data-parallel ranks; 1 if 0. With more than one the run deals out windows
-	Batch     int              // samples a rank and step; 4 if 0
+	Ranks     int              // data-parallel ranks, at most 64; 1 if 0. With more than one the run deals out windows
+	Batch     int              // samples a rank and step, at most 1024; 4 if 0
 	MaxTokens int64            // rows are truncated here; 384 if 0, and never more than the model takes
-	MaxBytes  int64            // cap of the store; if 0, 8 MiB or what the windows need
+	MaxBytes  int64            // cap of the store; if 0, 8 MiB or twice what the consumers hold
 
+	// Warn is told in a line of what happened on the way and did not end it. It may be called from several goroutines.
+	Warn func(string)
 	// Progress is called every Interval while the demo runs, and once at its end.
 	Progress func(Snapshot)
 	Interval time.Duration // 1 s if 0
@@ -58,7 +60,7 @@ type Result struct {
 	Skipped        int64            `json:"skipped"` // lines that made no sample: too short, nothing supervised
 	Truncated      int64            `json:"truncated"`
 	ResidentBytes  int64            `json:"resident_bytes"` // at the end
-	PeakBytes      int64            `json:"peak_bytes"`     // most that was resident and reserved, as far as progress saw
+	PeakBytes      int64            `json:"peak_bytes"`     // most that was seen resident and reserved
 	MaxBytes       int64            `json:"max_bytes"`
 	Parity         string           `json:"parity"` // "bit-exact", or what differed
 	Bytes          int64            `json:"bytes"`
@@ -73,17 +75,23 @@ type Result struct {
 	Bottleneck     string           `json:"bottleneck"`
 }
 
-// OK reports whether nothing was lost and parity held: what the exit status of the command says.
-func (r *Result) OK() bool {
-	if r.Lost != 0 || r.Dead != 0 || r.Parity != bitExact || r.ResidentBytes != 0 || r.Acked != r.Produced {
-		return false
-	}
-	for _, n := range r.StepsPerRank {
-		if n != r.StepsPerRank[0] {
-			return false
+// Faults says what is wrong with the result: what the exit status of the command is about. It is empty if nothing was lost and parity held.
+func (r *Result) Faults() []string {
+	var faults []string
+	check := func(ok bool, format string, args ...any) {
+		if !ok {
+			faults = append(faults, fmt.Sprintf(format, args...))
 		}
 	}
-	return true
+	check(r.Lost == 0, "%d rows were lost", r.Lost)
+	check(r.Dead == 0, "%d samples became dead letters", r.Dead)
+	check(r.Parity == bitExact, "parity is broken: %s", r.Parity)
+	check(r.ResidentBytes == 0, "%d bytes are left in the store", r.ResidentBytes)
+	check(r.Acked == r.Produced, "%d samples were produced and %d acknowledged", r.Produced, r.Acked)
+	if n := r.StepsPerRank; len(n) > 0 {
+		check(slices.Min(n) == slices.Max(n), "ranks made between %d and %d steps (leases ran out: the machine is too slow for so many ranks)", slices.Min(n), slices.Max(n))
+	}
+	return faults
 }
 
 const bitExact = "bit-exact"
@@ -94,7 +102,8 @@ type Snapshot struct {
 	Model   sluice.TargetInfo
 	Status  sluice.Status
 	Elapsed time.Duration
-	Tokens  int64 // consumed
+	Tokens  int64   // consumed
+	Read    float64 // share of the prompts that was read, 0 to 1
 	Done    bool
 }
 
@@ -110,16 +119,19 @@ func (o Options) withDefaults() (Options, error) {
 	if o.Interval == 0 {
 		o.Interval = time.Second
 	}
+	if o.Warn == nil {
+		o.Warn = func(string) {}
+	}
 	for _, n := range []struct {
-		flag  string
-		value *int
-		unset int
-	}{{"--ranks", &o.Ranks, 1}, {"--batch", &o.Batch, 4}} {
+		flag        string
+		value       *int
+		unset, most int
+	}{{"--ranks", &o.Ranks, 1, 64}, {"--batch", &o.Batch, 4, 1024}} {
 		if *n.value == 0 {
 			*n.value = n.unset
 		}
-		if *n.value < 1 || *n.value > 1024 {
-			return o, &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: n.flag, Detail: fmt.Sprintf("is %d, want 1 to 1024", *n.value)}
+		if *n.value < 1 || *n.value > n.most {
+			return o, &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: n.flag, Detail: fmt.Sprintf("is %d, want 1 to %d", *n.value, n.most)}
 		}
 	}
 	if o.MaxTokens == 0 {
@@ -158,18 +170,23 @@ func Run(ctx context.Context, o Options) (result *Result, err error) {
 	}
 	defer closing(rows)
 
-	cfg := sluice.RunConfig{RunID: "demo", Schema: schema}
+	// A consumer acks at every step, so a cap that cannot hold a step's samples is refused here and not met as a deadlock later.
+	cfg := sluice.RunConfig{RunID: "demo", Schema: schema, StepsPerCheckpoint: 1, SamplesPerStep: o.Batch}
 	if o.Ranks > 1 {
 		cfg.Windows = &sluice.Windows{Ranks: o.Ranks, PerRank: o.Batch, Prefetch: 1}
 	}
 	if cfg.LargestSample, err = largestSample(&o, model, schema); err != nil {
+		var e *sluice.Error
+		if errors.As(err, &e) && e.Subject == "AuxLayers" {
+			e.Subject = "--aux-layers"
+		}
 		return nil, err
 	}
 	if o.AuxLayers == nil {
 		o.AuxLayers = info.DefaultAuxLayers() // the producer takes them, or has refused a model that is too shallow for them
 	}
 	if o.MaxBytes == 0 {
-		// Room for what the consumers hold and for a producer that is a few samples ahead.
+		// Room for what the consumers hold and prefetch, and for a producer that is a few samples ahead.
 		o.MaxBytes = max(defaultMaxBytes, cfg.LargestSample*int64(2*o.Ranks*o.Batch+4))
 	}
 	cfg.Caps = sluice.Caps{MaxBytes: o.MaxBytes}
@@ -192,7 +209,6 @@ func loadModel(dir string) (*tinyllama.Model, error) {
 func openPrompts(o *Options, model *tinyllama.Model, schema *sluice.Schema) (*prompt.Reader, error) {
 	opts := prompt.Options{
 		Files: o.Prompts, Tokenizer: model, Vocab: model.Info().VocabSize, MaxTokens: o.MaxTokens, MinTokens: schema.Admission.MinTokens,
-		Shuffle: true, Seed: 1,
 	}
 	if len(o.Prompts) == 0 {
 		opts.FS, opts.Files = shippedPrompts, []string{"prompts.jsonl"}
@@ -227,31 +243,15 @@ func openStore(where string, caps sluice.Caps) (sluice.ClaimStore, func() error,
 		}
 		return s, s.Close, nil
 	}
-	made := false
-	if err := os.Mkdir(where, 0o700); err == nil {
-		made = true
-	} else if !errors.Is(err, os.ErrExist) {
-		return nil, nil, &sluice.Error{Kind: sluice.Denied, Op: "demo: store", Subject: where, Detail: "cannot make the directory", Err: err}
-	}
-	remove := func(dir string) error {
-		err := os.RemoveAll(dir)
-		if made {
-			err = errors.Join(err, os.Remove(where))
-		}
-		return err
-	}
-	parent, err := os.MkdirTemp(where, "sluice-demo-")
+	dir, err := newFolder(where)
 	if err != nil {
-		if made {
-			err = errors.Join(err, os.Remove(where))
-		}
-		return nil, nil, &sluice.Error{Kind: sluice.Denied, Op: "demo: store", Subject: where, Detail: "cannot write to the directory", Err: err}
+		return nil, nil, err
 	}
-	s, err := dirstore.Open(filepath.Join(parent, "store"), &dirstore.Options{Caps: caps})
+	s, err := dirstore.Open(filepath.Join(dir.path, "store"), &dirstore.Options{Caps: caps})
 	if err != nil {
-		return nil, nil, errors.Join(err, remove(parent))
+		return nil, nil, errors.Join(err, dir.remove())
 	}
-	return s, func() error { return errors.Join(s.Close(), remove(parent)) }, nil
+	return s, func() error { return errors.Join(s.Close(), dir.remove()) }, nil
 }
 
 // session is a demo that runs.
@@ -267,7 +267,22 @@ type session struct {
 
 	start  time.Time
 	tokens atomic.Int64 // consumed
-	peak   int64        // bytes used, as far as reports saw
+	peak   atomic.Int64 // bytes used
+}
+
+// look notes how full the store is.
+func (s *session) look() {
+	for used := s.store.Health().UsedBytes(); ; {
+		if peak := s.peak.Load(); used <= peak || s.peak.CompareAndSwap(peak, used) {
+			return
+		}
+	}
+}
+
+func (s *session) event(e stream.Event) {
+	if e.Kind != stream.NotAdmitted { // those are counted
+		s.o.Warn(e.String())
+	}
 }
 
 func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama.Model, rows *prompt.Reader, store sluice.ClaimStore) (result *Result, err error) {
@@ -281,8 +296,19 @@ func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama
 	if err != nil {
 		return nil, err
 	}
-	if s.pipeline, err = stream.NewPipeline(producer, s.queue, s.books.source(rows), nil); err != nil {
+	if s.pipeline, err = stream.NewPipeline(producer, s.queue, s.books.source(rows, s.look), &stream.PipelineOptions{OnEvent: s.event}); err != nil {
 		return nil, err
+	}
+
+	loaders := make([]*stream.Loader, o.Ranks)
+	for rank := range loaders {
+		loaders[rank], err = stream.NewLoader(stream.LoaderConfig{
+			Queue: s.queue, Store: store, Schema: cfg.Schema, Batch: o.Batch, Ack: stream.AckOnStep, OnEvent: s.event,
+			Consumer: sluice.Consumer{Name: fmt.Sprintf("trainer-%d", rank), Rank: rank},
+		})
+		if err != nil {
+			return nil, err
+		}
 	}
 
 	work, stop := context.WithCancel(ctx)
@@ -291,11 +317,11 @@ func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama
 		return nil, err
 	}
 	var consumers errgroup.Group // they end when the stream does, or with work
-	for rank := range o.Ranks {
+	for _, loader := range loaders {
 		c := &checker{target: model, auxLayers: o.AuxLayers, store: store, schema: cfg.Schema, books: s.books, tokens: &s.tokens}
 		s.checks = append(s.checks, c)
 		consumers.Go(func() error {
-			err := consume(work, o, s.queue, cfg.Schema, store, rank, c)
+			err := consume(work, loader, c)
 			if err != nil {
 				stop() // neither the producer nor another rank must wait for one that is gone
 			}
@@ -343,9 +369,13 @@ func (s *session) report(ctx context.Context, done bool) error {
 	if err != nil {
 		return err
 	}
-	s.peak = max(s.peak, status.Health.UsedBytes())
+	s.look()
 	if s.o.Progress != nil {
-		s.o.Progress(Snapshot{Options: *s.o, Model: s.model.Info(), Status: status, Elapsed: time.Since(s.start), Tokens: s.tokens.Load(), Done: done})
+		read := s.rows.Stats()
+		s.o.Progress(Snapshot{
+			Options: *s.o, Model: s.model.Info(), Status: status, Elapsed: time.Since(s.start), Tokens: s.tokens.Load(), Done: done,
+			Read: float64(read.Bytes) / float64(max(read.EpochBytes, 1)),
+		})
 	}
 	return nil
 }
@@ -361,7 +391,7 @@ func (s *session) result(ctx context.Context, seconds float64) (*Result, error) 
 		Algorithm: s.o.Algorithm, Model: s.model.Info().Name,
 		Produced: status.Put, Acked: status.Acked, Redelivered: status.Redelivered, Padded: status.Padded, Dead: status.DeadTotal,
 		Lost: s.books.open() - refused - status.DeadTotal, Skipped: refused, Truncated: read.Truncated,
-		ResidentBytes: s.store.Health().ResidentBytes, PeakBytes: s.peak, MaxBytes: s.o.MaxBytes, Parity: bitExact,
+		ResidentBytes: s.store.Health().ResidentBytes, PeakBytes: s.peak.Load(), MaxBytes: s.o.MaxBytes, Parity: bitExact,
 		Bytes: status.BytesAcked, Tokens: s.tokens.Load(), Seconds: seconds,
 		ProducerPaused: status.ProducerPaused.Seconds(), ConsumerWaited: status.ConsumerWaited.Seconds(), Bottleneck: status.Bottleneck(),
 	}
@@ -385,15 +415,8 @@ func (s *session) result(ctx context.Context, seconds float64) (*Result, error) 
 }
 
 // consume is a trainer: it pulls batches, checks them, steps, and only then lets the samples go.
-func consume(ctx context.Context, o *Options, q sluice.Queue, schema *sluice.Schema, store sluice.Store, rank int, c *checker) error {
-	loader, err := stream.NewLoader(stream.LoaderConfig{
-		Queue: q, Store: store, Schema: schema, Batch: o.Batch, Ack: stream.AckOnStep,
-		Consumer: sluice.Consumer{Name: fmt.Sprintf("trainer-%d", rank), Rank: rank},
-	})
-	if err != nil {
-		return err
-	}
-	err = func() error {
+func consume(ctx context.Context, loader *stream.Loader, c *checker) error {
+	err := func() error {
 		for {
 			batch, err := loader.Next(ctx)
 			if errors.Is(err, io.EOF) {

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"go.uber.org/goleak"
 
@@ -92,8 +93,8 @@ func TestDemoFindsASingleWrongBit(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Parity == bitExact || !strings.Contains(r.Parity, feature) || r.OK() || !strings.Contains(r.Summary(), "BROKEN") {
-			t.Errorf("%s: parity %q, ok %v", feature, r.Parity, r.OK())
+		if r.Parity == bitExact || !strings.Contains(r.Parity, feature) || len(r.Faults()) == 0 || !strings.Contains(r.Summary(), "BROKEN") {
+			t.Errorf("%s: parity %q, faults %q", feature, r.Parity, r.Faults())
 		}
 	}
 }
@@ -115,11 +116,11 @@ func TestDemoFindsALostAndAnInventedRow(t *testing.T) {
 	}
 }
 
-func TestResultIsOKOnlyIfEverythingIs(t *testing.T) {
+func TestResultNamesEveryFault(t *testing.T) {
 	t.Parallel()
 	good := Result{Produced: 5, Acked: 5, Parity: bitExact, StepsPerRank: []int64{2, 2}}
-	if !good.OK() {
-		t.Fatal("a good result is not OK")
+	if f := good.Faults(); len(f) > 0 || strings.Contains(good.Summary(), "WRONG") {
+		t.Fatalf("a good result has faults: %q", f)
 	}
 	for name, spoil := range map[string]func(*Result){
 		"lost": func(r *Result) { r.Lost = 1 }, "dead": func(r *Result) { r.Dead = 1 }, "parity": func(r *Result) { r.Parity = "x" },
@@ -127,8 +128,8 @@ func TestResultIsOKOnlyIfEverythingIs(t *testing.T) {
 	} {
 		r := good
 		spoil(&r)
-		if r.OK() {
-			t.Errorf("%s: OK", name)
+		if f := r.Faults(); len(f) != 1 || !strings.Contains(r.Summary(), "WRONG       "+f[0]) {
+			t.Errorf("%s: faults %q", name, f)
 		}
 	}
 }
@@ -168,7 +169,7 @@ func TestGaugeShowsLevelAndMarks(t *testing.T) {
 func TestDisplayIsPlainWhereThereIsNoTerminal(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder
-	d := NewDisplay(&b, false, 0)
+	d := NewDisplay(&b, nil)
 	d.Show(Snapshot{Elapsed: time.Second})
 	d.Show(Snapshot{Elapsed: 2 * time.Second})
 	d.Show(Snapshot{Elapsed: 2500 * time.Millisecond, Done: true})
@@ -176,11 +177,25 @@ func TestDisplayIsPlainWhereThereIsNoTerminal(t *testing.T) {
 		t.Errorf("%d lines:\n%s", got, b.String())
 	}
 	b.Reset()
-	d = NewDisplay(&b, true, 80)
+	width := 80
+	d = NewDisplay(&b, func() int { return width })
 	d.Show(Snapshot{})
 	d.Show(Snapshot{})
 	if !strings.Contains(b.String(), "\x1b[7A") {
 		t.Errorf("the panel is not redrawn in place: %q", b.String())
+	}
+	b.Reset()
+	d.Warn("look out")
+	if got := b.String(); got != "\x1b[7A\r\x1b[Jwarning: look out\n" {
+		t.Errorf("a warning does not stand above the panel: %q", got)
+	}
+	b.Reset()
+	width = 20 // somebody made the window narrower
+	d.Show(Snapshot{})
+	for line := range strings.SplitSeq(strings.TrimRight(b.String(), "\n"), "\n") {
+		if n := utf8.RuneCountInString(line); n > 20 {
+			t.Errorf("%d columns: %q", n, line)
+		}
 	}
 }
 

@@ -4,17 +4,18 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/sluice-ml/sluice"
 )
 
-// Display draws snapshots: a panel that is redrawn in place on a terminal, a line now and then elsewhere.
+// Display draws snapshots: a panel that is redrawn in place on a terminal, a line now and then elsewhere. Its methods may be called from any goroutine.
 type Display struct {
-	w        io.Writer
-	terminal bool
-	width    int
+	w     io.Writer
+	width func() int // of the terminal in columns; nil if there is none
 
+	mu    sync.Mutex
 	drawn int           // lines of the panel that is on the screen
 	last  time.Duration // when the last plain line was written
 }
@@ -22,30 +23,43 @@ type Display struct {
 // plainEvery is the time between two plain lines: often enough to see that it lives, rarely enough for a log.
 const plainEvery = 2 * time.Second
 
-// NewDisplay returns a display that writes to w: a panel of the given width in columns if w is a terminal.
-func NewDisplay(w io.Writer, terminal bool, width int) *Display {
-	return &Display{w: w, terminal: terminal, width: min(max(width, 40), 100)}
+// NewDisplay returns a display that writes to w. If that is a terminal, width tells its width in columns, which may change; otherwise it is nil.
+func NewDisplay(w io.Writer, width func() int) *Display {
+	return &Display{w: w, width: width}
+}
+
+// Warn writes a line above the panel.
+func (d *Display) Warn(line string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	fmt.Fprintln(d.w, d.clear()+"warning: "+line)
+}
+
+// clear returns what takes the panel off the screen.
+func (d *Display) clear() string {
+	if d.drawn == 0 {
+		return ""
+	}
+	n := d.drawn
+	d.drawn = 0
+	return fmt.Sprintf("\x1b[%dA\r\x1b[J", n) // from the panel's first line to the end of the screen
 }
 
 // Show draws a snapshot.
 func (d *Display) Show(s Snapshot) {
-	if !d.terminal {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.width == nil {
 		if s.Done || d.last == 0 || s.Elapsed-d.last >= plainEvery {
 			d.last = max(s.Elapsed, 1)
 			fmt.Fprintln(d.w, plainLine(s))
 		}
 		return
 	}
-	lines := panel(s, d.width)
-	var b strings.Builder
-	if d.drawn > 0 {
-		fmt.Fprintf(&b, "\x1b[%dA", d.drawn)
-	}
-	for _, l := range lines {
-		b.WriteString("\r\x1b[2K" + l + "\n")
-	}
+	lines := panel(s, min(d.width(), 100))
+	out := d.clear() + strings.Join(lines, "\n") + "\n"
 	d.drawn = len(lines)
-	fmt.Fprint(d.w, b.String()) // a terminal that went away does not stop the work
+	fmt.Fprint(d.w, out) // a terminal that went away does not stop the work
 }
 
 func rates(s Snapshot) (samples, tokens, gb float64) {
@@ -58,8 +72,8 @@ func rates(s Snapshot) (samples, tokens, gb float64) {
 func plainLine(s Snapshot) string {
 	st := &s.Status
 	samples, tokens, gb := rates(s)
-	line := fmt.Sprintf("%5.1fs  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
-		s.Elapsed.Seconds(), st.Put, st.Acked, samples, tokens, gb, Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes),
+	line := fmt.Sprintf("%5.1fs  %3.0f%% read  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
+		s.Elapsed.Seconds(), 100*s.Read, st.Put, st.Acked, samples, tokens, gb, Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes),
 		Size(st.Health.Caps.LowWatermarkBytes), Size(st.Health.Caps.HighWatermarkBytes), st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered)
 	if st.Dead > 0 {
 		line += fmt.Sprintf("  dead %d", st.Dead)
@@ -92,16 +106,16 @@ func panel(s Snapshot, width int) []string {
 	}
 	lines := []string{
 		fmt.Sprintf("%s from %s (%d layers, H %d)%s, store %s   %.1f s", s.Options.Algorithm, s.Model.Name, s.Model.Layers, s.Model.HiddenSize, ranks, s.Options.Store, s.Elapsed.Seconds()),
-		fmt.Sprintf("produced %-6d acked %-6d pending %-4d leased %-4d", st.Put, st.Acked, st.Pending, st.Outstanding),
+		fmt.Sprintf("%3.0f%% of the prompts read   produced %d   acked %d   pending %d   leased %d", 100*s.Read, st.Put, st.Acked, st.Pending, st.Outstanding),
 		fmt.Sprintf("%.1f samples/s   %.0f tokens/s   %.4f GB/s", samples, tokens, gb),
-		gauge(st.Health, width-2),
-		marks(st.Health, width-2),
+		gauge(st.Health, max(width-2, 1)),
+		marks(st.Health, max(width-2, 1)),
 		fmt.Sprintf("resident %s of %s   gate %s", Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes), state),
-		fmt.Sprintf("producer paused %.1f s   consumer waited %.1f s   redelivered %d   dead %d", st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered, st.Dead),
+		fmt.Sprintf("redelivered %d   dead %d   producer paused %.1f s   consumer waited %.1f s", st.Redelivered, st.Dead, st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds()),
 	}
 	for i, l := range lines {
 		if r := []rune(l); len(r) > width {
-			lines[i] = string(r[:width]) // a line that wraps would spoil the redrawing
+			lines[i] = string(r[:max(width, 1)]) // a line that wraps would spoil the redrawing
 		}
 	}
 	return lines
@@ -164,7 +178,7 @@ func (r *Result) Summary() string {
 	fmt.Fprintf(&b, "%d samples, %d tokens, %s in %.1f s: %.1f samples/s, %.0f tokens/s, %.4f GB/s\n", r.Acked, r.Tokens, Size(r.Bytes), r.Seconds, r.SamplesPerS, r.TokensPerS, r.GBPerS)
 	fmt.Fprintf(&b, "flow        %s went through a store of %s; at most %s were used\n", Size(r.Bytes), Size(r.MaxBytes), Size(r.PeakBytes))
 	if r.Parity == bitExact {
-		fmt.Fprintf(&b, "parity      bit-exact: every sample equals a direct forward of its row\n")
+		b.WriteString("parity      bit-exact: every sample equals a direct forward of its row\n")
 	} else {
 		fmt.Fprintf(&b, "parity      BROKEN: %s\n", r.Parity)
 	}
@@ -176,5 +190,8 @@ func (r *Result) Summary() string {
 		fmt.Fprintf(&b, "\nprompts     %d skipped, %d truncated", r.Skipped, r.Truncated)
 	}
 	fmt.Fprintf(&b, "\nbottleneck  %s\n", r.Bottleneck)
+	for _, fault := range r.Faults() {
+		fmt.Fprintf(&b, "WRONG       %s\n", fault)
+	}
 	return b.String()
 }

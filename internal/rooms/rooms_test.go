@@ -34,8 +34,10 @@ var rules = []struct {
 	{"client", []string{".", "safetensors"}},
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/..."}},
 	{"internal/demo", []string{".", "safetensors", "store/...", "queue", "target/...", "prompt", "stream"}},
+	{"internal/inspect", []string{".", "safetensors", "store/dirstore"}},
 	{"internal/...", []string{"."}},
 	{"cmd/...", []string{"...", "."}},
+	{"examples/...", []string{"...", "."}},
 }
 
 // A room inside another one's folder belongs to it: store/memstore may import store/memstore/x.

@@ -25,6 +25,7 @@ type config struct {
 	eps          float64
 	theta        float64
 	tied         bool
+	bytes        bool // the vocabulary is the byte tokenizer's
 }
 
 // What a configuration may ask for. The limits keep every product of two of them far from overflow, and a hostile file from
@@ -83,6 +84,9 @@ func parseConfig(data []byte) (config, error) {
 	c.eps = p.float("rms_norm_eps", 1e-6, 1)
 	c.theta = p.ropeTheta()
 	c.tied = p.boolean("tie_word_embeddings")
+	if c.bytes = p.boolean("byte_tokenizer"); c.bytes && c.vocab < tokenizerVocab {
+		p.fail("byte_tokenizer", fmt.Sprintf("is true, but vocab_size is %d; that tokenizer needs %d entries", c.vocab, tokenizerVocab))
+	}
 	if p.err != nil {
 		return config{}, p.err
 	}

@@ -33,20 +33,22 @@ var tokenizerFingerprint = func() string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }()
 
-func (m *Model) tokenises() bool { return m.cfg.vocab >= tokenizerVocab }
+// tokenises reports whether the model says that its vocabulary is this tokenizer's. Nothing else could tell: in another model of the same size the ids
+// mean other words, and it would train on them in silence.
+func (m *Model) tokenises() bool { return m.cfg.bytes }
 
 // Encode turns a conversation into token ids: <bos>, then for every turn the role's token, the content's bytes and <end>.
 // The loss mask is 1 on the bytes and the <end> of assistant turns. Text never becomes a special token, so content cannot forge a turn.
 //
-// Roles are system, user and assistant. An empty conversation, another role and content that is not UTF-8 are [sluice.ErrInvalid]. A model with
-// less than 263 entries in its vocabulary has no tokenizer: [sluice.ErrUnsupported].
+// Roles are system, user and assistant. An empty conversation, another role and content that is not UTF-8 are [sluice.ErrInvalid]. A model whose
+// config.json does not say "byte_tokenizer": true has a vocabulary of its own, for which token ids must come in: [sluice.ErrUnsupported].
 func (m *Model) Encode(conversation []sluice.Message) (ids, lossMask []int64, err error) {
 	const op = "tinyllama: encode"
 	if !m.tokenises() {
 		return nil, nil, &sluice.Error{
 			Kind: sluice.Unsupported, Op: op, Subject: m.name,
-			Detail: fmt.Sprintf("the vocabulary has %d entries, the byte tokenizer needs %d", m.cfg.vocab, tokenizerVocab),
-			Hint:   "give token ids instead of text",
+			Detail: "the model's config.json does not say \"byte_tokenizer\": true, so its ids are those of another tokenizer",
+			Hint:   "give token ids (input_ids and loss_mask) instead of text",
 		}
 	}
 	if len(conversation) == 0 {

@@ -13,7 +13,9 @@ import (
 )
 
 // onlyTokenizer is a model that can do nothing but tokenise.
-func onlyTokenizer(vocab int) *Model { return &Model{name: "m", cfg: config{vocab: vocab}} }
+func onlyTokenizer(vocab int) *Model {
+	return &Model{name: "m", cfg: config{vocab: vocab, bytes: true}}
+}
 
 func TestEncodeWritesTheTemplate(t *testing.T) {
 	t.Parallel()
@@ -60,13 +62,18 @@ func TestEncodeRefusesByName(t *testing.T) {
 	}
 }
 
-func TestASmallVocabularyHasNoTokenizer(t *testing.T) {
+func TestAModelThatDoesNotSaySoHasNoTokenizer(t *testing.T) {
 	t.Parallel()
-	if _, _, err := onlyTokenizer(262).Encode([]sluice.Message{{Role: "user"}}); !errors.Is(err, sluice.ErrUnsupported) || !strings.Contains(err.Error(), "262") {
+	other := &Model{name: "m", cfg: config{vocab: 1000}} // large enough for the ids, which mean other words there
+	if _, _, err := other.Encode([]sluice.Message{{Role: "user"}}); !errors.Is(err, sluice.ErrUnsupported) || !strings.Contains(err.Error(), `does not say "byte_tokenizer": true`) {
 		t.Errorf("error %v, want ErrUnsupported", err)
 	}
-	if onlyTokenizer(262).Info().Tokenizer != "" || onlyTokenizer(263).Info().Tokenizer == "" {
-		t.Error("Info has a tokenizer exactly if the vocabulary holds 263 ids")
+	if other.Info().Tokenizer != "" || onlyTokenizer(263).Info().Tokenizer == "" {
+		t.Error("Info has a tokenizer exactly if the model says so")
+	}
+	small := `{"architectures":["LlamaForCausalLM"],"hidden_size":8,"intermediate_size":8,"num_hidden_layers":1,"num_attention_heads":1,"vocab_size":262,"byte_tokenizer":true}`
+	if _, err := parseConfig([]byte(small)); !errors.Is(err, sluice.ErrInvalid) || !strings.Contains(err.Error(), "byte_tokenizer is true, but vocab_size is 262; that tokenizer needs 263 entries") {
+		t.Errorf("got %v", err)
 	}
 }
 

@@ -62,7 +62,7 @@ def publish(model: Llama, out: Path, card: Path, record: dict[str, Any]) -> None
     """Writes the folder beside its place, then renames it into it."""
     fresh = out.with_name(out.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
-    save(model, fresh, torch.bfloat16, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    save(model, fresh, torch.bfloat16, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD, byte_tokenizer=True)
     (fresh / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     text = re.sub("@(\\w+)@", lambda m: str(record.get(m[1], "not yet known")), card.read_text())
     (fresh / "README.md").write_text(text)
