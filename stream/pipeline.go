@@ -41,7 +41,7 @@ type PipelineOptions struct {
 // Pipeline drives a Producer over a Source in the background and puts the refs into a queue, so that target and trainer work at the same time.
 // (Upstream's AsyncFeaturePipeline.)
 //
-// It is used once: Start, then Wait, Drain or Stop. When the source is exhausted it reports to the queue that this producer is done; when it fails, why. What it made
+// It is used once: Start, then Wait, Drain or Stop. When the source is exhausted it reports to the queue that this producer is done (it has failed if not one batch was admitted); when it fails, why. What it made
 // and could not enqueue it takes out of the store again.
 type Pipeline struct {
 	producer *Producer
@@ -57,6 +57,7 @@ type Pipeline struct {
 	stopping bool
 	draining bool
 	over     bool                    // the source is exhausted
+	refused  error                   // why the last batch that was not admitted was not
 	end      context.CancelCauseFunc // ends everything
 	noMore   context.CancelFunc      // ends the pulling of prompts
 	done     chan struct{}           // closed when state is ended
@@ -210,6 +211,10 @@ func (p *Pipeline) finish(outer, all context.Context) {
 	if p.err == nil && outer.Err() != nil && !p.stopping && !p.over {
 		p.err = context.Cause(outer)
 	}
+	if s := &p.stats; p.err == nil && p.over && s.Enqueued == 0 && s.NotAdmitted > 0 && s.NotAdmitted == s.Pulled {
+		// An epoch of nothing is a mistake, of the masks usually, that would otherwise look like a training run that is through.
+		p.err = &sluice.Error{Kind: sluice.Invalid, Op: "stream: pipeline", Detail: fmt.Sprintf("the source is exhausted and not one of its %d batches was admitted", s.Pulled), Err: p.refused}
+	}
 	err, cut := p.err, !p.over && !p.draining
 	p.mu.Unlock()
 	if p.opts.LeaveOpen && cut && (err == nil || outer.Err() != nil) || errors.Is(err, sluice.ErrStale) {
@@ -341,7 +346,10 @@ func (p *Pipeline) passOver(all context.Context, err error) bool {
 	case all.Err() != nil:
 		return false // it is the consequence of the end, which has its reason
 	case errors.Is(err, ErrNotAdmitted):
-		p.count(func(s *PipelineStats) { s.NotAdmitted++ })
+		p.mu.Lock()
+		p.stats.NotAdmitted++
+		p.refused = err
+		p.mu.Unlock()
 		p.emit(Event{Kind: NotAdmitted, Op: "produce", Err: err})
 		return true
 	case errors.Is(err, sluice.ErrTargetFault):

@@ -356,6 +356,30 @@ func TestRowsThatAreNotAdmittedAreCountedAndPassed(t *testing.T) {
 	})
 }
 
+func TestASourceOfWhichNothingIsAdmittedIsAFailure(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t, plenty, targettest.Options{}, nil)
+		list := prompts(2)
+		list[0], list[1] = plain([]int64{1, 2, 3}, 9), plain([]int64{1}, 0)
+		p := r.pipeline(t, batches(list), PipelineOptions{})
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		err := p.Wait(t.Context())
+		if !errors.Is(err, sluice.ErrInvalid) || !errors.Is(err, ErrNotAdmitted) || !strings.Contains(err.Error(), "not one of its 2 batches was admitted") {
+			t.Errorf("got %v", err)
+		}
+		p = r.pipeline(t, batches(nil), PipelineOptions{}) // an empty source is an empty epoch
+		if err := p.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Wait(t.Context()); err != nil {
+			t.Errorf("got %v", err)
+		}
+	})
+}
+
 func TestTransientErrorsAreRetriedAndReported(t *testing.T) {
 	t.Parallel()
 	for _, op := range []string{"reserve", "forward", "put", "enqueue"} {
