@@ -342,6 +342,62 @@ func TestGateMayBePokedFromInsideReserve(t *testing.T) {
 	})
 }
 
+// Many callers at once, some of whom give up: the cap holds, every grant belongs to a call that said so, and nobody is left waiting when there is room.
+func TestGateStorm(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRoom(Caps{MaxBytes: 100, MaxSamples: 7})
+		g := NewGate(r, nil)
+		var wg sync.WaitGroup
+		for i := range 8 {
+			wg.Go(func() {
+				for j := range 300 {
+					n := int64((i*31+j*17)%100 + 1)
+					ctx, cancel := context.WithCancel(context.Background())
+					if j%5 == 0 {
+						go cancel()
+					}
+					res, err := g.Reserve(ctx, n)
+					cancel()
+					switch {
+					case err == nil && res.Bytes == n:
+						if h := r.Health(); h.UsedBytes() > 100 || h.UsedSamples() > 7 {
+							t.Errorf("over the caps: %+v", h)
+						}
+						r.publish(n)
+						if err := g.WaitOpen(context.Background()); err != nil {
+							t.Error(err)
+						}
+						r.free(n)
+						g.Poke()
+					case !errors.Is(err, context.Canceled):
+						t.Errorf("%+v, %v", res, err)
+					}
+				}
+			})
+		}
+		done := make(chan struct{})
+		go func() { // the consumers: every now and then they starve, which is what lets a sample over the low mark through
+			for {
+				select {
+				case <-done:
+					return
+				case <-time.After(time.Millisecond):
+					g.SetStarving(true)
+					g.SetStarving(false)
+				}
+			}
+		}()
+		wg.Wait()
+		close(done)
+		if h := r.Health(); h.UsedBytes() != 0 || h.UsedSamples() != 0 {
+			t.Errorf("left: %+v", h)
+		}
+		if s := g.State(); s.Waiting != 0 || s.Paused {
+			t.Errorf("state %+v", s)
+		}
+	})
+}
+
 // pair runs one producer and consumers that each keep hold samples until they get another, under the given caps and sizes, and reports whether all
 // arrived. It is a simulation: the queue is a channel.
 func pair(r *fakeRoom, sizes []int64, hold int, starving bool) bool {

@@ -39,9 +39,11 @@ func (q *Queue) share(c *consumer) *share {
 	return &q.shares[c.rank]
 }
 
+func (q *Queue) touch(sh *share) { sh.touched, q.touched = true, true }
+
 func (q *Queue) touchAll() {
 	for i := range q.shares {
-		q.shares[i].touched = true
+		q.touch(&q.shares[i])
 	}
 }
 
@@ -56,7 +58,7 @@ func (q *Queue) enqueue(w *waiter) {
 	q.waiters++
 	w.c.waiting++
 	if !w.ahead {
-		w.c.needy++
+		w.c.needy[w.member]++
 		q.waitSum.start(q.now)
 	}
 }
@@ -78,7 +80,7 @@ func (q *Queue) answer(w *waiter, d sluice.Delivery, err error) {
 	w.c.waiting--
 	w.c.seen = q.now
 	if !w.ahead {
-		w.c.needy--
+		w.c.needy[w.member]--
 		q.waitSum.stop(q.now)
 	}
 	w.answered, w.delivery, w.err = true, d, err
@@ -97,15 +99,29 @@ func (q *Queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.De
 	if err := ctx.Err(); err != nil {
 		return sluice.Delivery{}, context.Cause(ctx)
 	}
+	var timeout <-chan struct{}
+	var until time.Time
 	for {
 		d, again, err := q.acquire(ctx, &r)
-		if again == nil {
+		if again == nil || r.Wait == 0 {
 			return d, err
+		}
+		if r.Wait > 0 && timeout == nil {
+			until = q.clock.Now().Add(r.Wait)
+			ended := make(chan struct{})
+			stop := q.clock.AfterFunc(r.Wait, func() { close(ended) })
+			defer stop()
+			timeout = ended
 		}
 		select {
 		case <-again:
+		case <-timeout:
+			return sluice.Delivery{}, nil
 		case <-ctx.Done():
 			return sluice.Delivery{}, context.Cause(ctx)
+		}
+		if timeout != nil {
+			r.Wait = max(until.Sub(q.clock.Now()), 0)
 		}
 	}
 }
@@ -118,16 +134,16 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 	}
 	c, err := q.consumer(tx, r.Consumer, "acquire")
 	if err != nil {
-		q.dispatch(tx)
-		q.end(tx)
-		return d, nil, err
+		return d, nil, q.endWith(tx, err)
 	}
 	key := requestKey{'a', c.name, c.incarnation, r.Consumer.Member, r.RequestID}
 	if r.RequestID != "" {
 		if known := q.requests.find(key, q.now); known != nil {
 			if known.done != nil {
 				again = known.done
-				q.end(tx)
+				if err := q.end(tx); err != nil {
+					return d, nil, err
+				}
 				return d, again, nil
 			}
 			for _, l := range known.leases {
@@ -143,18 +159,17 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 	sh := q.share(c)
 	if d.Leases = q.grant(tx, c, r.Consumer.Member, r.Max, r.RequestID, nil); len(d.Leases) > 0 {
 		q.moved()
-		c.hungry = 0
-		q.dispatch(tx) // the barrier between windows may have fallen, and a group's other members may wait for the same
+		c.hungry[r.Consumer.Member] = 0
 		return d, nil, q.end(tx)
 	}
-	if q.ended(c) {
+	if q.ended(c, r.Consumer.Member) {
 		d.End, d.Cause = true, q.cause
-		tx.lsn = max(tx.lsn, q.closeLSN)
+		tx.lsn = max(tx.lsn, q.lsn) // it rests on the settlements of others too
 		return d, nil, q.end(tx)
 	}
 	if r.Wait == 0 {
 		if !r.Ahead {
-			q.starve(c)
+			q.starve(c, r.Consumer.Member)
 		}
 		q.pulse = !q.closed
 		return d, nil, q.end(tx)
@@ -174,10 +189,10 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 	return q.waitFor(ctx, w, r.Wait, pending)
 }
 
-// starve notes that c went away empty-handed.
-func (q *Queue) starve(c *consumer) {
-	c.hungry = q.now + int64(hungryTime)
-	q.wedge.hungry = c.hungry
+// starve notes that the member of c went away empty-handed.
+func (q *Queue) starve(c *consumer, member int) {
+	c.hungry[member] = q.now + int64(hungryTime)
+	q.wedge.hungry = c.hungry[member]
 }
 
 func (q *Queue) waitFor(ctx context.Context, w *waiter, wait time.Duration, pending *request) (sluice.Delivery, <-chan struct{}, error) {
@@ -202,7 +217,7 @@ func (q *Queue) waitFor(ctx context.Context, w *waiter, wait time.Duration, pend
 		if ctx.Err() != nil {
 			err = context.Cause(ctx)
 		} else if !w.ahead {
-			q.starve(w.c)
+			q.starve(w.c, w.member)
 		}
 		q.answer(w, sluice.Delivery{}, err)
 	}
@@ -228,27 +243,31 @@ func (q *Queue) waitFor(ctx context.Context, w *waiter, wait time.Duration, pend
 
 // dispatch serves those who wait, in line, with what has become deliverable.
 func (q *Queue) dispatch(tx *txn) {
-	if q.windows.on {
-		q.openWindows(tx)
-	}
-	if q.waiters == 0 {
+	if !q.windows.on {
+		if q.waiters > 0 && (q.pending > 0 || q.groups || q.closed) {
+			q.serve(tx, &q.shares[0])
+		}
 		return
 	}
-	for i := 0; i < len(q.shares); i++ {
-		sh := &q.shares[i]
-		if sh.head == nil || q.windows.on && !sh.touched {
-			continue
+	for {
+		q.openWindows(tx)
+		if q.waiters == 0 || !q.touched {
+			return
 		}
-		sh.touched = false
-		if q.serve(tx, sh) && q.windows.on {
-			q.openWindows(tx)
-			i = -1 // a barrier may have fallen for those before
+		// What one share is given may concern others: a barrier falls, a window closes. They are touched by that, and served in the next round.
+		q.touched = false
+		for i := range q.shares {
+			sh := &q.shares[i]
+			if sh.head != nil && sh.touched {
+				sh.touched = false
+				q.serve(tx, sh)
+			}
 		}
 	}
 }
 
-// serve gives what there is to the waiters of one share and reports whether it gave anything.
-func (q *Queue) serve(tx *txn, sh *share) bool {
+// serve gives what there is to the waiters of one share.
+func (q *Queue) serve(tx *txn, sh *share) {
 	served := false
 	for w := sh.head; w != nil; {
 		next := w.next
@@ -266,7 +285,7 @@ func (q *Queue) serve(tx *txn, sh *share) bool {
 		}
 		served = true
 		q.moved()
-		w.c.hungry = 0
+		w.c.hungry[w.member] = 0
 		q.answer(w, sluice.Delivery{Leases: leases}, nil)
 		w = sh.head // a group's other members may wait for the same, in front of w
 	}
@@ -274,15 +293,14 @@ func (q *Queue) serve(tx *txn, sh *share) bool {
 	if q.closed && (q.windows.on || served || sh.out == 0) {
 		q.endShare(sh)
 	}
-	return served
 }
 
-// ended reports whether the stream is over for c.
-func (q *Queue) ended(c *consumer) bool {
+// ended reports whether the stream is over for the member of c.
+func (q *Queue) ended(c *consumer, member int) bool {
 	if !q.closed || q.deliverableLater(c) {
 		return false
 	}
-	return c.held > 0 || q.share(c).out == 0
+	return c.holds(member) || q.share(c).out == 0
 }
 
 // deliverableLater reports whether anything is pending that c may yet be given.
@@ -297,8 +315,8 @@ func (q *Queue) deliverableLater(c *consumer) bool {
 func (q *Queue) endShare(sh *share) {
 	for w := sh.head; w != nil; {
 		next := w.next
-		if q.ended(w.c) {
-			w.lsn = max(w.lsn, q.closeLSN)
+		if q.ended(w.c, w.member) {
+			w.lsn = max(w.lsn, q.lsn)
 			q.answer(w, sluice.Delivery{End: true, Cause: q.cause}, nil)
 		}
 		w = next

@@ -1,6 +1,7 @@
 package queue
 
 import (
+	"container/list"
 	"context"
 	"fmt"
 	"time"
@@ -14,6 +15,10 @@ const (
 	// hungryTime is how long a consumer that went away empty-handed counts as still waiting: those that poll ask again within it.
 	hungryTime = time.Second
 	maxMembers = 1 << 16
+	// maxLeft is how many consumers that have left are remembered, so that their old incarnations stay stale.
+	maxLeft = 1000
+	// silentTime is how long a consumer must have been silent, without a lease, to be taken for one that has left where there are many.
+	silentTime = time.Hour
 )
 
 // consumer is one name that acquires.
@@ -26,10 +31,11 @@ type consumer struct {
 	first, last *lease // that are out, oldest first
 	held        int
 	heldBytes   int64
-	waiting     int // its calls that wait
-	needy       int // those of them that do not ask ahead of need
-	hungry      int64
-	left        bool // by Leave
+	waiting     int     // its calls that wait
+	needy       []int   // by member: those of them that do not ask ahead of need
+	hungry      []int64 // by member: until when it counts as waiting although it went away
+	left        bool    // by Leave
+	departed    *list.Element
 
 	// A group's leases in order, from the one that the slowest member has not had; cursor counts what each had.
 	log    []*lease
@@ -83,6 +89,19 @@ func (c *consumer) behind(member int) *lease {
 // ahead is how many leases the member had that the slowest had not.
 func (c *consumer) ahead(member int) int64 { return c.cursor[member] - c.base }
 
+// holds reports whether the member has leases that it has not settled.
+func (c *consumer) holds(member int) bool {
+	if c.members < 2 {
+		return c.held > 0
+	}
+	for l := c.last; l != nil; l = l.cprev {
+		if l.group.verdicts[member] == "" {
+			return true
+		}
+	}
+	return false
+}
+
 // trim forgets what every member has had.
 func (c *consumer) trim() {
 	least := c.base + int64(len(c.log))
@@ -98,6 +117,7 @@ func (c *consumer) trim() {
 
 func (c *consumer) regroup(members int) {
 	c.members, c.log, c.base, c.cursor = 0, nil, 0, nil
+	c.needy, c.hungry = make([]int, max(members, 1)), make([]int64, max(members, 1))
 	if members > 1 {
 		c.members = members
 		c.cursor = make([]int64, members)
@@ -116,11 +136,18 @@ func (q *Queue) consumer(tx *txn, k sluice.Consumer, op string) (*consumer, erro
 	if members < 0 || members > maxMembers || k.Member < 0 || k.Member >= max(members, 1) {
 		return nil, bad("member", fmt.Sprintf("is %d of %d, want 0 to one less than the members", k.Member, k.Members))
 	}
-	c := q.consumers[k.Name]
+	c := q.caller
+	if c == nil || c.name != k.Name {
+		c = q.consumers[k.Name]
+		q.caller = c
+	}
 	if c != nil && c.incarnation == k.Incarnation && !c.left {
 		if op != "acquire" || c.rank == k.Rank && c.members == members {
 			if k.Member >= max(c.members, 1) {
 				return nil, bad("member", fmt.Sprintf("is %d, but the group has %d", k.Member, max(c.members, 1)))
+			}
+			if op == "acquire" && q.windows.on && c.rank >= len(q.shares) {
+				return nil, bad("rank", fmt.Sprintf("is %d, but the run was reshaped to %d ranks", c.rank, len(q.shares)))
 			}
 			c.seen = q.now
 			return c, nil
@@ -146,6 +173,9 @@ func (q *Queue) consumer(tx *txn, k sluice.Consumer, op string) (*consumer, erro
 		q.emit(Event{Kind: EventTakeover, Subject: k.Name, Text: fmt.Sprintf("incarnation %d takes over from %d, which held %d leases", k.Incarnation, c.incarnation, c.held)})
 		q.evict(tx, c, &sluice.Error{Kind: sluice.Stale, Op: "queue: acquire", Subject: k.Name, Detail: fmt.Sprintf("incarnation %d was superseded by %d", c.incarnation, k.Incarnation)})
 	}
+	if c == nil && len(q.consumers) >= max(q.crowd, 2*maxLeft) {
+		q.sweep(tx)
+	}
 	r := consumerRecord{T: "consumer", Name: k.Name, Incarnation: k.Incarnation, Rank: k.Rank, Members: members}
 	q.applyConsumer(&r)
 	if q.journal != nil {
@@ -155,6 +185,21 @@ func (q *Queue) consumer(tx *txn, k sluice.Consumer, op string) (*consumer, erro
 	q.touchAll()
 	c = q.consumers[k.Name]
 	return c, nil
+}
+
+// sweep takes the consumers that went away without a word for such as have left. It comes when their number has doubled.
+func (q *Queue) sweep(tx *txn) {
+	for _, c := range q.consumers {
+		if c.left || c.held > 0 || c.waiting > 0 || q.now-c.seen < int64(silentTime) {
+			continue
+		}
+		r := consumerRecord{T: "consumer", Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Left: true}
+		q.applyConsumer(&r)
+		if q.journal != nil {
+			q.write(tx, r, true)
+		}
+	}
+	q.crowd = 2 * len(q.consumers)
 }
 
 func (q *Queue) applyConsumer(r *consumerRecord) {
@@ -168,6 +213,18 @@ func (q *Queue) applyConsumer(r *consumerRecord) {
 	}
 	c.incarnation, c.rank, c.left, c.seen = r.Incarnation, r.Rank, r.Left, q.now
 	c.regroup(r.Members)
+	if c.departed != nil {
+		q.departed.Remove(c.departed)
+		c.departed = nil
+	}
+	if c.left {
+		c.departed = q.departed.PushBack(c)
+		if q.departed.Len() > maxLeft {
+			old := q.departed.Remove(q.departed.Front()).(*consumer)
+			delete(q.consumers, old.name)
+			q.caller = nil
+		}
+	}
 	q.groups = q.groups || r.Members > 1
 }
 
@@ -206,8 +263,7 @@ func (q *Queue) Leave(_ context.Context, k sluice.Consumer) error {
 	}
 	c, err := q.consumer(tx, k, "leave")
 	if err != nil {
-		q.end(tx)
-		return err
+		return q.endWith(tx, err)
 	}
 	q.evict(tx, c, &sluice.Error{Kind: sluice.Stale, Op: "queue: acquire", Subject: k.Name, Detail: "the consumer has left"})
 	r := consumerRecord{T: "consumer", Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Left: true}
@@ -215,7 +271,6 @@ func (q *Queue) Leave(_ context.Context, k sluice.Consumer) error {
 	if q.journal != nil {
 		q.write(tx, r, false)
 	}
-	q.dispatch(tx)
 	return q.end(tx)
 }
 

@@ -31,12 +31,10 @@ func (q *Queue) die(tx *txn, s *sample, at int64) {
 	tx.tell(markDead, s)
 }
 
-// overShare reports whether the dead letters hold more than their share: a tenth of the byte cap, or of the sample cap if that is the only one.
+// overShare reports whether the dead letters hold more than their share: a tenth of either cap.
 func (q *Queue) overShare() bool {
-	if limit := q.cfg.Caps.MaxBytes; limit > 0 {
-		return q.deadBytes > limit/10
-	}
-	return int64(q.deadKept.n) > max(q.cfg.Caps.MaxSamples/10, 1)
+	c := &q.cfg.Caps
+	return c.MaxBytes > 0 && q.deadBytes > c.MaxBytes/10 || c.MaxSamples > 0 && int64(q.deadKept.n) > c.MaxSamples/10
 }
 
 // keepShare frees the oldest dead letters while they hold too much, and forgets the oldest while they are too many to list.
@@ -114,7 +112,6 @@ func (q *Queue) Requeue(_ context.Context, sampleIDs ...string) (int, error) {
 		}
 		n++
 	}
-	q.dispatch(tx)
 	return n, q.end(tx)
 }
 

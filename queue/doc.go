@@ -30,5 +30,7 @@
 // # What is decided here because the contract leaves it open
 //
 // A replica group's lease ends when all members have spoken, by the severest verdict: a permanent failure over a failure over a return over an ack. The
-// bytes that a pad needs stay claimed until its lease has ended. Requeued dead letters are dealt to later windows. See also the fields of [Options].
+// bytes that a pad needs stay claimed until its lease has ended. Requeued dead letters are dealt to later windows. A member of a
+// group that has settled its part of every lease is told of the end only when no lease is left, since another member may still fail one. Consumers that have
+// left stay known, as a fence against their old incarnations, until a thousand others have left after them. See also the fields of [Options].
 package queue

@@ -12,7 +12,8 @@ type storeCall struct {
 	what storeOp
 	s    *sample
 	ref  sluice.Ref
-	lone bool // no other call about the sample can be under way
+	lsn  uint64 // of that record
+	lone bool   // no other call about the sample can be under way
 }
 
 type storeOp uint8
@@ -23,18 +24,21 @@ const (
 	markAlive
 )
 
-// tell leaves a store call to the end of the transaction.
-func (tx *txn) tell(what storeOp, s *sample) {
+// tell leaves a store call to the end of the transaction. It rests on the record of what is being applied.
+func (tx *txn) tell(what storeOp, s *sample) { tx.tellAfter(what, s, tx.next()) }
+
+// tellAfter is tell for a call that rests on the given record.
+func (tx *txn) tellAfter(what storeOp, s *sample, lsn uint64) {
 	if tx == nil {
 		return // a replay: Open compares with the store when it is done
 	}
 	lone := what == unclaim && s.info == nil // as with most samples: nothing but an unclaim ever happens to them
+	c := storeCall{what, s, s.ref, lsn, lone}
+	tx.calls = append(tx.calls, c)
+	tx.lsn = max(tx.lsn, lsn)
 	if !lone {
-		s.rare()
-	}
-	tx.calls = append(tx.calls, storeCall{what, s, s.ref, lone})
-	if tx.q.journal != nil {
-		tx.lsn = max(tx.lsn, tx.q.lsn)
+		info := s.rare()
+		info.calls = append(info.calls, c)
 	}
 }
 
@@ -47,16 +51,18 @@ func (tx *txn) next() uint64 {
 }
 
 // free gives up the claim on s.
-func (tx *txn) free(s *sample) {
-	tx.tell(unclaim, s)
+func (tx *txn) free(s *sample) { tx.freeAfter(s, tx.next()) }
+
+func (tx *txn) freeAfter(s *sample, lsn uint64) {
+	tx.tellAfter(unclaim, s, lsn)
 	s.freed = true
 	if s.place != dead {
 		s.ref = sluice.Ref{}
 	}
 }
 
-// runCalls makes the store calls, outside the lock. Calls about one sample must come in the order of their records, whoever makes them: a requeue
-// must not be overtaken by the burial before it.
+// runCalls makes the store calls, outside the lock. Calls about one sample come in the order of their records, whoever makes them, since a burial must
+// not overtake the requeue after it: they stand in line at the sample, and who comes first makes all whose records are durable.
 func (q *Queue) runCalls(calls []storeCall) {
 	freed := false
 	for _, c := range calls {
@@ -68,20 +74,16 @@ func (q *Queue) runCalls(calls []storeCall) {
 		q.mu.Lock()
 		info := c.s.info
 		if info.busy {
-			info.calls = append(info.calls, c)
 			q.mu.Unlock()
 			continue
 		}
 		info.busy = true
-		for {
+		for len(info.calls) > 0 && (q.journal == nil || info.calls[0].lsn <= q.synced) {
+			c, info.calls = info.calls[0], info.calls[1:]
 			q.mu.Unlock()
+			freed = freed || c.what == unclaim
 			q.callStore(c)
 			q.mu.Lock()
-			if len(info.calls) == 0 {
-				break
-			}
-			c, info.calls = info.calls[0], info.calls[1:]
-			freed = freed || c.what == unclaim
 		}
 		info.busy = false
 		q.mu.Unlock()
@@ -187,7 +189,7 @@ func (q *Queue) dispatchEvents() {
 }
 
 func (q *Queue) report(e Event) {
-	q.guarded(func() error {
+	_ = q.guarded(func() error { // it has logged the panic
 		switch e.Kind {
 		case EventPaused:
 			if q.opts.OnPause != nil {

@@ -133,7 +133,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 		switch {
 		case err == nil:
 			if s.place == dead {
-				tx.tell(markDead, s)
+				tx.tellAfter(markDead, s, q.lsn)
 			}
 		case !errors.Is(err, sluice.ErrNotFound) && !errors.Is(err, sluice.ErrConflict):
 			return err
@@ -169,7 +169,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 		}
 		switch s := q.find(info.Ref.SampleID(), info.Ref.Generation()); {
 		case s == nil && q.remembers(info.Ref):
-			tx.free(&sample{ref: info.Ref, id: info.Ref.SampleID(), gen: info.Ref.Generation(), place: gone})
+			tx.freeAfter(&sample{ref: info.Ref, id: info.Ref.SampleID(), gen: info.Ref.Generation(), place: gone}, q.lsn)
 		case s == nil:
 			if q.orphans == nil {
 				q.orphans = map[string]sluice.Ref{}
@@ -177,7 +177,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 			}
 			q.orphans[info.Ref.SampleID()] = info.Ref
 		case s.place == dead && s.freed:
-			tx.tell(unclaim, s)
+			tx.tellAfter(unclaim, s, q.lsn)
 		}
 	}
 	q.bySeq = nil
@@ -208,8 +208,7 @@ func (q *Queue) freeOrphans(tx *txn) {
 	q.orphansAt = never
 	for id, ref := range q.orphans {
 		if q.find(id, ref.Generation()) == nil {
-			s := &sample{ref: ref, id: id, gen: ref.Generation(), place: gone}
-			tx.free(s)
+			tx.freeAfter(&sample{ref: ref, id: id, gen: ref.Generation(), place: gone}, q.lsn)
 		}
 	}
 	q.orphans = nil

@@ -1,8 +1,10 @@
 package queue
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/sluice-ml/sluice"
@@ -17,6 +19,7 @@ type lease struct {
 	incarnation int64
 	deadline    int64 // while it is out
 	given       int64
+	order       int64 // of its delivery
 	redelivery  int32
 	pad         bool
 	group       *groupLease
@@ -158,7 +161,8 @@ func (q *Queue) applyLease(r *leaseRecord) *lease {
 		l = new(lease)
 	}
 	q.spare = nil
-	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, deadline: q.now + int64(q.cfg.VisibilityTimeout), pad: r.Pad}
+	q.order++
+	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, order: q.order, deadline: q.now + int64(q.cfg.VisibilityTimeout), pad: r.Pad}
 	if c.members > 1 {
 		l.group = &groupLease{ref: s.ref, verdicts: make([]sluice.Verdict, c.members), left: c.members}
 		c.log = append(c.log, l)
@@ -227,7 +231,7 @@ func (q *Queue) dropLease(l *lease) {
 	l.c.drop(l)
 	sh := q.share(l.c)
 	sh.out--
-	sh.touched = true
+	q.touch(sh)
 	l.ended = true
 	delete(q.leases, key(l.id))
 	if l.slot != nil {
@@ -283,8 +287,7 @@ func (q *Queue) Settle(_ context.Context, r sluice.SettleRequest) ([]sluice.Sett
 	}
 	c, err := q.consumer(tx, r.Consumer, "settle")
 	if err != nil {
-		q.end(tx)
-		return nil, err
+		return nil, q.endWith(tx, err)
 	}
 	key := requestKey{'s', c.name, c.incarnation, r.Consumer.Member, r.RequestID}
 	if r.RequestID != "" {
@@ -316,7 +319,6 @@ func (q *Queue) Settle(_ context.Context, r sluice.SettleRequest) ([]sluice.Sett
 			q.requests.find(key, q.now).lsn = tx.lsn
 		}
 	}
-	q.dispatch(tx)
 	if err := q.end(tx); err != nil {
 		return nil, err
 	}
@@ -325,29 +327,23 @@ func (q *Queue) Settle(_ context.Context, r sluice.SettleRequest) ([]sluice.Sett
 
 // settleReturns handles the returns of one call last to first in the order in which they were delivered, so that they stand at the head in that order.
 func (q *Queue) settleReturns(tx *txn, c *consumer, member int, all []sluice.Settlement, results []sluice.SettleResult) {
-	index := map[*lease]int{}
-	for i := range all {
-		if all[i].Verdict != sluice.Return {
-			continue
-		}
-		l := q.leaseByID(all[i].Lease)
-		if _, twice := index[l]; l == nil || twice || l.c != c {
-			continue
-		}
-		index[l] = i
+	type back struct {
+		order int64
+		i     int
 	}
-	for l := c.last; l != nil && len(index) > 0; {
-		before := l.cprev
-		if i, ok := index[l]; ok {
-			delete(index, l)
-			results[i] = q.settle(tx, c, member, &all[i])
-		}
-		l = before
-	}
+	var backs []back
 	for i := range all {
-		if all[i].Verdict == sluice.Return && results[i].Status == "" {
-			results[i] = q.settle(tx, c, member, &all[i])
+		if all[i].Verdict == sluice.Return {
+			b := back{i: i}
+			if l := q.leaseByID(all[i].Lease); l != nil {
+				b.order = l.order
+			}
+			backs = append(backs, b)
 		}
+	}
+	slices.SortStableFunc(backs, func(a, b back) int { return cmp.Compare(b.order, a.order) })
+	for _, b := range backs {
+		results[b.i] = q.settle(tx, c, member, &all[b.i])
 	}
 }
 
@@ -372,6 +368,7 @@ func (q *Queue) settle(tx *txn, c *consumer, member int, st *sluice.Settlement) 
 		res.Status, res.As = sluice.Settled, verdict
 		r := memberRecord{T: "member", Lease: l.id, Member: member, Verdict: verdict, Reason: reasonOf(verdict, reason), l: l}
 		q.applyMember(&r)
+		q.moved()
 		if q.journal != nil {
 			q.write(tx, r, false)
 			l.lsn = q.lsn
@@ -421,7 +418,7 @@ func (q *Queue) decide(r *endRecord, verdict sluice.Verdict, reason string) {
 		fails, expiries = &l.slot.fails, &l.slot.expiries
 	}
 	r.Fails, r.Expiries = *fails, *expiries
-	spent := false
+	var spent bool
 	switch verdict {
 	case sluice.Ack:
 		r.How = howAck
@@ -572,8 +569,7 @@ func (q *Queue) letGo(tx *txn, s *sample) {
 }
 
 // expire takes back what has run out, in the order in which it did.
-func (q *Queue) expire(tx *txn) int {
-	n := 0
+func (q *Queue) expire(tx *txn) {
 	for l := q.expiry.head; l != nil && l.deadline <= q.now; l = q.expiry.head {
 		r := endRecord{T: "end", Lease: l.id, At: q.now, l: l}
 		verdict, reason := sluice.Verdict(""), fmt.Sprintf("the lease of %s ran out", l.c.name)
@@ -586,24 +582,18 @@ func (q *Queue) expire(tx *txn) int {
 		r.As = verdict
 		q.decide(&r, verdict, reason)
 		q.finish(tx, &r)
-		n++
+		tx.ended++
 	}
-	return n
 }
 
 // ReclaimExpired takes back what has run out; see [sluice.Queue].
 func (q *Queue) ReclaimExpired(context.Context) (int, error) {
-	before := int64(0)
-	q.mu.Lock()
-	before = q.count.Expired
-	q.mu.Unlock()
 	tx, err := q.begin()
 	if err != nil {
 		return 0, err
 	}
 	q.expire(tx)
-	n := int(q.count.Expired - before)
-	q.dispatch(tx)
+	n := tx.ended
 	return n, q.end(tx)
 }
 
@@ -615,8 +605,7 @@ func (q *Queue) Renew(_ context.Context, r sluice.RenewRequest) ([]sluice.Settle
 	}
 	c, err := q.consumer(tx, r.Consumer, "renew")
 	if err != nil {
-		q.end(tx)
-		return nil, err
+		return nil, q.endWith(tx, err)
 	}
 	var results []sluice.SettleResult
 	if r.Leases == nil {

@@ -20,8 +20,27 @@ type recent[V any] struct {
 }
 
 type ageGroup[V any] struct {
-	at   map[uint64]int32
-	list []remembered[V]
+	at    map[uint64]int32
+	list  []remembered[V]
+	sieve []uint64 // a bit for every key, of sixteen times as many: small enough to stay in the cache, and most of what is asked for falls through
+}
+
+func (g *ageGroup[V]) bit(k uint64) (word *uint64, bit uint64) {
+	return &g.sieve[k/64%uint64(len(g.sieve))], 1 << (k % 64)
+}
+
+func (g *ageGroup[V]) get(k uint64) (v V, ok bool) {
+	if len(g.list) == 0 {
+		return v, false
+	}
+	if word, bit := g.bit(k); *word&bit == 0 {
+		return v, false
+	}
+	i, ok := g.at[k]
+	if ok {
+		v = g.list[i].value
+	}
+	return v, ok
 }
 
 type remembered[V any] struct {
@@ -37,21 +56,24 @@ func (m *recent[V]) add(k uint64, v V, now int64) {
 	if len(m.young.list) >= m.limit/2 || now-m.turned >= int64(memory) {
 		clear(m.old.at)
 		clear(m.old.list)
+		clear(m.old.sieve)
 		m.old.list = m.old.list[:0]
 		m.young, m.old, m.turned = m.old, m.young, now
 	}
+	if m.young.sieve == nil {
+		m.young.sieve = make([]uint64, max(m.limit/8, 1))
+	}
+	word, bit := m.young.bit(k)
+	*word |= bit
 	m.young.at[k] = int32(len(m.young.list))
 	m.young.list = append(m.young.list, remembered[V]{k, v})
 }
 
 func (m *recent[V]) get(k uint64) (v V, ok bool) {
-	if i, ok := m.young.at[k]; ok {
-		return m.young.list[i].value, true
+	if v, ok = m.young.get(k); !ok {
+		v, ok = m.old.get(k)
 	}
-	if i, ok := m.old.at[k]; ok {
-		return m.old.list[i].value, true
-	}
-	return v, false
+	return v, ok
 }
 
 func (m *recent[V]) len() int { return len(m.young.list) + len(m.old.list) }
@@ -123,7 +145,7 @@ func (q *Queue) rememberedPuts() []gonePut {
 func (q *Queue) rememberedLeases() []settledLease {
 	var list []settledLease
 	q.settled.each(func(o outcome) {
-		if o.at >= q.now-int64(memory) {
+		if o.at >= q.now-int64(memory) && q.consumers[o.c.name] == o.c {
 			list = append(list, settledLease{o.id, o.c.name, o.incarnation, o.as, o.dead, o.at})
 		}
 	})

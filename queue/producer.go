@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -130,8 +131,7 @@ func (q *Queue) Report(_ context.Context, r sluice.ProducerReport) error {
 	}
 	p, err := q.producer(tx, r.Producer, "report")
 	if err != nil {
-		q.end(tx)
-		return err
+		return q.endWith(tx, err)
 	}
 	switch {
 	case r.State == p.state:
@@ -255,8 +255,7 @@ func (q *Queue) reserve(ctx context.Context, r *sluice.ReserveRequest) (room slu
 		err = q.closedError("reserve")
 	}
 	if err != nil {
-		q.end(tx)
-		return room, nil, err
+		return room, nil, q.endWith(tx, err)
 	}
 	var pending *request
 	if r.RequestID != "" {
@@ -265,12 +264,9 @@ func (q *Queue) reserve(ctx context.Context, r *sluice.ReserveRequest) (room slu
 	}
 	wctx, call := q.startWait(ctx, p)
 	q.reserving++
-	if err := q.end(tx); err != nil {
-		call.cancel(nil)
-		return room, nil, err
+	if err = q.end(tx); err == nil {
+		room, err = q.gate.Reserve(wctx, r.Bytes)
 	}
-
-	room, err = q.gate.Reserve(wctx, r.Bytes)
 
 	q.mu.Lock()
 	q.tick()
@@ -295,7 +291,9 @@ func (q *Queue) reserve(ctx context.Context, r *sluice.ReserveRequest) (room slu
 	q.dispatchEvents()
 	if superseded && err == nil {
 		// Granted in the moment in which the successor came: nobody else knows of it.
-		q.guarded(func() error { return q.store.Unreserve(context.WithoutCancel(ctx), room) })
+		if err := q.guarded(func() error { return q.store.Unreserve(context.WithoutCancel(ctx), room) }); err != nil {
+			q.log.Warn("queue: the store refused", "run", q.runID, "reservation", room.ID, "call", "unreserve", "err", err)
+		}
 		q.gate.Poke()
 		return sluice.Reservation{}, nil, &sluice.Error{Kind: sluice.Stale, Op: "queue: reserve", Subject: r.Producer.Name, Detail: "the producer was superseded"}
 	}
@@ -365,8 +363,7 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 	}
 	p, err := q.producer(tx, r.Producer, "put")
 	if err != nil {
-		q.end(tx)
-		return "", nil, err
+		return "", nil, q.endWith(tx, err)
 	}
 	ref := r.Ref
 	s := newSample(ref)
@@ -379,7 +376,9 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 				again = make(chan struct{})
 				known.info.claimed = again
 			}
-			q.end(tx)
+			if err := q.end(tx); err != nil {
+				return "", nil, err
+			}
 			return "", again, nil
 		}
 		if same := q.find(s.id, s.gen); same != nil {
@@ -402,8 +401,7 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 		return status, nil, nil
 	}
 	if known != nil && known.live() {
-		q.end(tx)
-		return "", nil, &sluice.Error{Kind: sluice.Duplicate, Op: "queue: put", Subject: s.id, Detail: fmt.Sprintf("is here in generation %s, not %s", known.gen, s.gen)}
+		return "", nil, q.endWith(tx, &sluice.Error{Kind: sluice.Duplicate, Op: "queue: put", Subject: s.id, Detail: fmt.Sprintf("is here in generation %s, not %s", known.gen, s.gen)})
 	}
 	if q.closed {
 		err = q.closedError("put")
@@ -411,13 +409,11 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 		err = &sluice.Error{Kind: sluice.Conflict, Op: "queue: put", Subject: s.id, Detail: fmt.Sprintf("producer %s has reported %s", p.name, p.state)}
 	}
 	if err != nil {
-		q.end(tx)
-		return "", nil, err
+		return "", nil, q.endWith(tx, err)
 	}
 	// The id is taken before the store is asked, outside the lock, so that no other put can come between.
 	s.place = claiming
 	displaced := q.name(s)
-	delete(q.orphans, s.id)
 	if err := q.end(tx); err != nil {
 		q.mu.Lock()
 		q.undoName(s, displaced)
@@ -434,12 +430,14 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 
 	tx, err = q.resume()
 	if err == nil && q.closed {
-		err = q.closedError("put")
-		q.end(tx)
+		err = q.endWith(tx, q.closedError("put"))
 	}
 	if err != nil {
-		if q.guarded(func() error { return q.store.Unclaim(ref, q.owner) }) == nil {
-			q.gate.Poke()
+		// A put that the next queue over this journal may see repeated must still find its sample there: that one frees it if it is not.
+		if q.journal == nil || errors.Is(err, sluice.ErrClosed) {
+			if q.guarded(func() error { return q.store.Unclaim(ref, q.owner) }) == nil {
+				q.gate.Poke()
+			}
 		}
 		q.mu.Lock()
 		q.undoName(s, displaced)
@@ -459,9 +457,6 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 	}
 	q.moved()
 	q.wedge.granted = q.now
-	if status == sluice.Enqueued {
-		q.dispatch(tx)
-	}
 	if err := q.end(tx); err != nil {
 		return "", nil, err
 	}
@@ -536,8 +531,8 @@ func (q *Queue) applyPut(tx *txn, r *putRecord) {
 		q.letGo(tx, s)
 		return
 	}
-	if v, ok := "", false; q.windows.on {
-		if v, ok = s.ref.Attribute("supervised_tokens"); ok {
+	if q.windows.on {
+		if v, ok := s.ref.Attribute("supervised_tokens"); ok {
 			s.supervised, _ = strconv.ParseInt(v, 10, 64)
 			s.supervised = max(s.supervised, 0)
 		}
@@ -588,11 +583,11 @@ func (q *Queue) SetVersions(_ context.Context, targets []string, minDraft string
 	if err != nil {
 		return err
 	}
+	targets = slices.Clone(targets)
 	q.setGates(targets, minDraft)
 	if q.journal != nil {
 		q.write(tx, gatesRecord{T: "gates", Targets: targets, MinDraft: minDraft}, false)
 	}
-	q.dispatch(tx)
 	return q.end(tx)
 }
 
@@ -625,29 +620,35 @@ func (q *Queue) PutBlocksUntilBelow(ctx context.Context, r sluice.PutRequest, ab
 	}
 	p, err := q.producer(tx, r.Producer, "put")
 	if err != nil {
-		q.end(tx)
-		return "", err
+		return "", q.endWith(tx, err)
 	}
 	_, settled := q.generation(r.Ref.SampleID(), r.Ref.Generation())
 	if q.closed || settled || q.find(r.Ref.SampleID(), r.Ref.Generation()) != nil {
-		q.end(tx)
+		if err := q.end(tx); err != nil {
+			return "", err
+		}
 		return q.Put(ctx, r) // it has its answer already
 	}
-	wctx, call := q.startWait(ctx, p)
-	if err := q.end(tx); err != nil {
-		call.cancel(nil)
-		return "", err
-	}
-	err = q.waitOpen(wctx, r.Ref.SampleID(), abortWhen)
-	q.mu.Lock()
-	q.tick()
-	q.stopWait(p, call)
-	q.arm()
-	q.mu.Unlock()
-	if err != nil {
+	if err := q.endBehindGate(ctx, tx, p, r.Ref.SampleID(), abortWhen); err != nil {
 		return "", err
 	}
 	return q.Put(ctx, r)
+}
+
+// endBehindGate ends the transaction and waits until the gate is open.
+func (q *Queue) endBehindGate(ctx context.Context, tx *txn, p *producer, id string, abortWhen func() bool) error {
+	ctx, call := q.startWait(ctx, p)
+	defer func() { // abortWhen may panic
+		q.mu.Lock()
+		q.tick()
+		q.stopWait(p, call)
+		q.arm()
+		q.mu.Unlock()
+	}()
+	if err := q.end(tx); err != nil {
+		return err
+	}
+	return q.waitOpen(ctx, id, abortWhen)
 }
 
 func (q *Queue) waitOpen(ctx context.Context, id string, abortWhen func() bool) error {

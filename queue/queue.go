@@ -1,6 +1,7 @@
 package queue
 
 import (
+	"container/list"
 	"context"
 	"crypto/rand"
 	"hash/maphash"
@@ -35,7 +36,7 @@ type Options struct {
 	// Owner is how the queue names itself to the store; "queue:" and the run id if empty. It must be the same when a queue is opened again.
 	Owner string
 	// OnPause and OnResume report the gate at its marks, OnEvent everything that an operator wants to see. They are called in order, outside every lock, and
-	// may call the queue. They are called by whoever made the call that caused them, so they should not take long.
+	// may call the queue. They are called by whoever made the call that caused them, or by a goroutine of their own, so they should not take long.
 	OnPause, OnResume func(sluice.Health)
 	OnEvent           func(Event)
 	Logger            *slog.Logger // discards if nil
@@ -58,6 +59,7 @@ type Queue struct {
 	unhook  func() // from the store's OnFreed
 	began   time.Time
 	base    int64 // nanoseconds since 1970 at began
+	system  bool  // clock is the system's
 
 	events struct {
 		mu   sync.Mutex
@@ -99,16 +101,21 @@ type Queue struct {
 	expiry   leaseList         // leases that are out, the first to run out first
 	settled  recent[outcome]   // by key
 	ids      idSource
-	out      int // samples that are leased
+	order    int64 // of the last lease
+	out      int   // samples that are leased
 	requests requestMemory
 
 	consumers map[string]*consumer
-	groups    bool // one of them is or was a replica group
+	caller    *consumer // of the latest call: most often that of the next as well
+	departed  list.List // those of them that have left, in that order
+	crowd     int       // so many are looked through for such as went away without a word
+	groups    bool      // one of them is or was a replica group
 	producers map[string]*producer
 	alive     producerList // producers that are watched, the longest silent first
 	reserving int          // calls that wait at the gate for room
 
 	shares  []share // one a rank; one if there are no windows
+	touched bool    // one of them is
 	windows windowState
 	waiters int // acquires that wait, over all shares
 
@@ -198,6 +205,7 @@ func Open(ctx context.Context, cfg sluice.RunConfig, store sluice.ClaimStore, op
 	q.requests.init()
 	q.gone.init(q.opts.memoryCount)
 	q.settled.init(q.opts.memoryCount)
+	_, q.system = q.clock.(sluice.SystemClock)
 	q.began = q.clock.Now()
 	q.base = q.began.UnixNano()
 	q.now = q.base
@@ -257,7 +265,6 @@ func (q *Queue) recover(ctx context.Context, replayed bool) error {
 		q.write(tx, q.header(), false)
 	}
 	q.checkDone(tx)
-	q.dispatch(tx)
 	return q.end(tx)
 }
 
@@ -267,6 +274,7 @@ type txn struct {
 	now   int64
 	lsn   uint64 // must be durable before the reply
 	calls []storeCall
+	ended int // leases that ran out
 }
 
 var txns = sync.Pool{New: func() any { return new(txn) }}
@@ -292,11 +300,18 @@ func (q *Queue) begin() (*txn, error) {
 
 // tick reads the clock. A wall clock that jumps does not disturb it.
 func (q *Queue) tick() {
-	q.now = max(q.now, q.base+int64(q.clock.Now().Sub(q.began)))
+	var passed time.Duration
+	if q.system {
+		passed = time.Since(q.began) // it reads one clock where Now reads two
+	} else {
+		passed = q.clock.Now().Sub(q.began)
+	}
+	q.now = max(q.now, q.base+int64(passed))
 }
 
-// end releases the lock, waits until what the reply rests on is durable, and then does what was left to do outside the lock.
+// end serves those who wait, releases the lock, waits until what the reply rests on is durable, and then does what was left to do outside the lock.
 func (q *Queue) end(tx *txn) error {
+	q.dispatch(tx)
 	q.watchWedge()
 	q.arm()
 	tell := q.pulse || q.starving() != q.told
@@ -316,6 +331,12 @@ func (q *Queue) end(tx *txn) error {
 		q.tellGate()
 	}
 	q.dispatchEvents()
+	return err
+}
+
+// endWith is end for a command that has failed with err.
+func (q *Queue) endWith(tx *txn, err error) error {
+	_ = q.end(tx) // the first error says more
 	return err
 }
 
@@ -432,16 +453,21 @@ func (q *Queue) onTimer() {
 	if err != nil {
 		return
 	}
-	q.end(tx)
+	q.disarm()    // if it was early, or an old one, it is armed again
+	_ = q.end(tx) // whoever calls next hears of it
 }
 
-// due does what time has come for. It runs whenever the armed moment has passed, in the timer's goroutine or in that of a call which came first.
-func (q *Queue) due(tx *txn) {
+func (q *Queue) disarm() {
 	if q.timer != nil {
 		q.timer()
 		q.timer = nil
 	}
 	q.timerAt = never
+}
+
+// due does what time has come for. It runs whenever the armed moment has passed, in the timer's goroutine or in that of a call which came first.
+func (q *Queue) due(tx *txn) {
+	q.disarm()
 	q.expire(tx)
 	q.loseProducers(tx)
 	if q.now >= q.orphansAt {
@@ -450,7 +476,6 @@ func (q *Queue) due(tx *txn) {
 	if q.now >= q.wedge.checkAt {
 		q.checkWedge()
 	}
-	q.dispatch(tx)
 }
 
 // Close ends the puts; see [sluice.Queue].
@@ -541,11 +566,7 @@ func (q *Queue) fail(err error) {
 			q.answer(w, sluice.Delivery{}, err)
 		}
 	}
-	if q.timer != nil {
-		q.timer()
-		q.timer = nil
-	}
-	q.timerAt = never
+	q.disarm()
 	q.gate.Close(err)
 }
 

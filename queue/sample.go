@@ -62,8 +62,8 @@ type sample struct {
 type rare struct {
 	reasons []string
 	claimed chan struct{} // closed when the claim was decided; for a put of the same id meanwhile
-	busy    bool          // a store call is under way
-	calls   []storeCall   // and these come after it
+	busy    bool          // somebody makes its store calls
+	calls   []storeCall   // those still to be made
 }
 
 func (s *sample) rare() *rare {

@@ -232,9 +232,8 @@ func (q *Queue) snapshot() []any {
 	}
 	flush(0)
 
-	for _, name := range names {
-		c := q.consumers[name]
-		out = append(out, consumerState{T: "snap-consumer", Name: name, Incarnation: c.incarnation, Rank: c.rank, Members: c.members, Left: c.left, Delivered: c.delivered, Acked: c.acked})
+	for _, c := range q.consumersInOrder(names) {
+		out = append(out, consumerState{T: "snap-consumer", Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Members: c.members, Left: c.left, Delivered: c.delivered, Acked: c.acked})
 	}
 	for _, w := range q.windows.open {
 		st := openWindow{T: "snap-window", Number: w.number, Tokens: w.tokens, Supervised: w.supervised}
@@ -343,6 +342,20 @@ func (q *Queue) snapshot() []any {
 		}
 	}
 	return out
+}
+
+// consumersInOrder lists those that are here by name, and then those that have left, as they left.
+func (q *Queue) consumersInOrder(names []string) []*consumer {
+	list := make([]*consumer, 0, len(names))
+	for _, name := range names {
+		if c := q.consumers[name]; !c.left {
+			list = append(list, c)
+		}
+	}
+	for e := q.departed.Front(); e != nil; e = e.Next() {
+		list = append(list, e.Value.(*consumer))
+	}
+	return list
 }
 
 func (q *Queue) loadHeader(h *headerState) error {
@@ -470,7 +483,8 @@ func (q *Queue) loadLeases(r *leasesState) error {
 		if c == nil {
 			return corrupt("a lease of an unknown consumer")
 		}
-		l := &lease{id: st.Lease, c: c, incarnation: st.Incarnation, given: st.Given, redelivery: st.Redelivery, pad: st.Pad}
+		q.order++
+		l := &lease{id: st.Lease, c: c, incarnation: st.Incarnation, given: st.Given, order: q.order, redelivery: st.Redelivery, pad: st.Pad}
 		q.leases[key(l.id)] = l
 		if l.s = q.bySeq[st.Seq]; l.s == nil {
 			return corrupt("a lease of an unknown sample")

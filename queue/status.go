@@ -38,9 +38,13 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 		if c.first != nil {
 			oldest = min(oldest, c.first.given)
 		}
+		seen := time.Duration(q.now - c.seen)
+		if c.waiting > 0 {
+			seen = 0
+		}
 		s.Consumers = append(s.Consumers, sluice.ConsumerStatus{
-			Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Leases: c.held, LeasedBytes: c.heldBytes, Waiting: c.needy > 0,
-			Delivered: c.delivered, Acked: c.acked, LastSeen: time.Duration(q.now - c.seen),
+			Name: c.name, Incarnation: c.incarnation, Rank: c.rank, Leases: c.held, LeasedBytes: c.heldBytes, Waiting: slices.Max(c.needy) > 0,
+			Delivered: c.delivered, Acked: c.acked, LastSeen: seen,
 		})
 	}
 	s.OldestLease = time.Duration(q.now - oldest)

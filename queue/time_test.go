@@ -15,6 +15,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/queue/queuetest"
+	"pgregory.net/rapid"
 )
 
 // These tests run on the real clock of the package inside a bubble: its time passes when everybody waits.
@@ -663,4 +664,75 @@ func (q *Queue) openNow() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return len(q.windows.open)
+}
+
+// Nothing here takes time, so whoever is not woken by what concerns it lets the clock of the bubble run on to the first deadline, and is found out.
+func TestNoWakeUpIsLost(t *testing.T) {
+	rapid.Check(t, func(rt *rapid.T) {
+		var w *sluice.Windows
+		ranks, members := rapid.IntRange(1, 3).Draw(rt, "ranks"), rapid.IntRange(1, 2).Draw(rt, "members")
+		if rapid.Bool().Draw(rt, "windows") {
+			w = &sluice.Windows{Ranks: ranks, PerRank: rapid.IntRange(1, 2).Draw(rt, "per rank"), Prefetch: rapid.IntRange(0, 2).Draw(rt, "prefetch"), DropTail: rapid.Bool().Draw(rt, "drop tail")}
+		}
+		verdicts := rapid.SliceOfN(rapid.SampledFrom([]sluice.Verdict{sluice.Ack, sluice.Ack, sluice.Fail, sluice.FailPermanent, sluice.Return}), 20, 20).Draw(rt, "verdicts")
+		n := rapid.IntRange(0, 20).Draw(rt, "samples")
+		hold := 0
+		if w == nil { // who holds a place of a window cannot wait for the next window
+			hold = rapid.IntRange(0, 2).Draw(rt, "held")
+		}
+		var took time.Duration
+		var end sluice.Status
+		synctest.Test(t, func(t *testing.T) {
+			f := newFixture(t, func(c *sluice.RunConfig) { c.LargestSample, c.Windows, c.MaxFails = 100, w, 2 }, nil)
+			start := time.Now()
+			var wg sync.WaitGroup
+			for r := range ranks {
+				for m := range members {
+					wg.Go(func() {
+						c := sluice.Consumer{Name: fmt.Sprint("c", r), Rank: r, Member: m, Members: members}
+						var held []sluice.Lease
+						settle := func(least int) {
+							for len(held) > least {
+								v := verdicts[int(held[0].ID[0])%len(verdicts)] // all members say the same
+								if _, err := f.q.Settle(bg, sluice.SettleRequest{Consumer: c, Settlements: []sluice.Settlement{{Lease: held[0].ID, Verdict: v}}}); err != nil {
+									t.Error(err)
+								}
+								held = held[1:]
+							}
+						}
+						for {
+							d, err := f.q.Acquire(bg, sluice.AcquireRequest{Consumer: c, Wait: -1})
+							if err != nil {
+								t.Error(err)
+								return
+							}
+							if d.End && len(held) == 0 {
+								return
+							}
+							held = append(held, d.Leases...)
+							if d.End {
+								settle(0)
+							}
+							settle(hold)
+						}
+					})
+				}
+			}
+			f.put(n)
+			synctest.Wait()
+			if err := f.q.Close(bg, nil); err != nil {
+				t.Error(err)
+			}
+			wg.Wait()
+			took = time.Since(start)
+			end, _ = f.q.Status(bg)
+			f.q.Stop(bg)
+		})
+		if took > 0 {
+			rt.Errorf("somebody waited for %v", took)
+		}
+		if end.Pending+end.Outstanding != 0 || end.Acked+end.DeadTotal+end.TailDropped != end.Put {
+			rt.Errorf("left: %+v", end)
+		}
+	})
 }

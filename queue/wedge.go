@@ -23,6 +23,8 @@ type wedgeWatch struct {
 	progress int64 // when anything last moved
 	granted  int64 // when a producer was last given room, or put
 	hungry   int64 // until when somebody who polls counts as waiting
+	bytes    int64 // used at the last look
+	samples  int64
 }
 
 // watchWedge starts looking when both sides wait. It costs nothing otherwise.
@@ -30,7 +32,7 @@ func (q *Queue) watchWedge() {
 	if q.wedge.checkAt == never && q.reserving > 0 && !q.closed && (q.waitSum.n > 0 || q.now < q.wedge.hungry) {
 		q.wedge.checkAt = q.now + int64(wedgeLook)
 		q.wedge.since = never
-		if q.holdersWait() {
+		if q.holdersWait() && !q.deliverable() {
 			q.wedge.since = q.now
 		}
 	}
@@ -42,14 +44,40 @@ func (q *Queue) moved() {
 	q.wedged = ""
 }
 
-func (c *consumer) isHungry(now int64) bool { return c.needy > 0 || now < c.hungry }
+// waits reports whether the member waits for a sample.
+func (c *consumer) waits(member int, now int64) bool {
+	return c.needy[member] > 0 || now < c.hungry[member]
+}
+
+// isHungry reports whether c can do nothing but wait: all members of it do, since one that works may still settle what the others have settled.
+func (c *consumer) isHungry(now int64) bool {
+	for m := range c.needy {
+		if !c.waits(m, now) {
+			return false
+		}
+	}
+	return true
+}
 
 func (q *Queue) anyoneHungry() bool {
 	if q.waitSum.n > 0 {
 		return true
 	}
 	for _, c := range q.consumers {
-		if q.now < c.hungry {
+		if q.now < slices.Max(c.hungry) {
+			return true
+		}
+	}
+	return false
+}
+
+// deliverable reports whether there is something for one who does not ask now: it may be starting up, or in a long step.
+func (q *Queue) deliverable() bool {
+	if !q.windows.on {
+		return q.pending > 0
+	}
+	for i := range q.shares {
+		if sl := q.shares[i].slots.head; sl != nil && sl.w.number <= q.windows.dealing {
 			return true
 		}
 	}
@@ -77,8 +105,12 @@ func (q *Queue) checkWedge() {
 	w.checkAt = q.now + int64(wedgeLook)
 	h := q.store.Health()
 	head := q.gate.State()
+	if h.UsedBytes() < w.bytes || h.UsedSamples() < w.samples {
+		w.progress = q.now // somebody gives room back, if not enough yet
+	}
+	w.bytes, w.samples = h.UsedBytes(), h.UsedSamples()
 	switch {
-	case head.Waiting == 0 || !q.holdersWait():
+	case head.Waiting == 0 || !q.holdersWait() || q.deliverable():
 		w.since = never
 		return
 	case h.Fits(head.HeadBytes):

@@ -201,7 +201,7 @@ func (q *Queue) line(sl *slot, front bool) {
 		sh.slots.pushBack(sl)
 	}
 	sl.waiting = true
-	sh.touched = true
+	q.touch(sh)
 }
 
 // pull takes a place out of its rank's list, or its lease away.
@@ -209,7 +209,7 @@ func (q *Queue) pull(sl *slot) {
 	if sl.waiting {
 		sh := &q.shares[q.rankOf(sl)]
 		sh.slots.remove(sl)
-		sh.touched = true
+		q.touch(sh)
 		sl.waiting = false
 	}
 	if sl.lease != nil {
@@ -391,22 +391,18 @@ func (q *Queue) Reshape(_ context.Context, ranks, perRank int) error {
 	if err != nil {
 		return err
 	}
-	fail := func(err error) error {
-		q.end(tx)
-		return err
-	}
 	if !q.windows.on {
-		return fail(&sluice.Error{Kind: sluice.Invalid, Op: "queue: reshape", Subject: q.runID, Detail: "the run has no windows"})
+		return q.endWith(tx, &sluice.Error{Kind: sluice.Invalid, Op: "queue: reshape", Subject: q.runID, Detail: "the run has no windows"})
 	}
 	w := *q.cfg.Windows
 	w.Ranks, w.PerRank = ranks, perRank
 	cfg := q.cfg
 	cfg.Windows = &w
 	if _, err := cfg.Resolve(); err != nil {
-		return fail(err)
+		return q.endWith(tx, err)
 	}
 	if q.expiry.n > 0 {
-		return fail(&sluice.Error{Kind: sluice.Conflict, Op: "queue: reshape", Subject: q.runID, Detail: fmt.Sprintf("%d leases are out", q.expiry.n), Hint: "settle or return them first"})
+		return q.endWith(tx, &sluice.Error{Kind: sluice.Conflict, Op: "queue: reshape", Subject: q.runID, Detail: fmt.Sprintf("%d leases are out", q.expiry.n), Hint: "settle or return them first"})
 	}
 	r := shapeRecord{T: "shape", Ranks: ranks, PerRank: perRank}
 	old := q.applyShape(tx, &r)
@@ -418,7 +414,6 @@ func (q *Queue) Reshape(_ context.Context, ranks, perRank int) error {
 			q.move(w)
 		}
 	}
-	q.dispatch(tx)
 	return q.end(tx)
 }
 

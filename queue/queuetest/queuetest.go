@@ -73,18 +73,21 @@ func Run(t *testing.T, h Harness) {
 		{"a producer that failed closes the queue with its cause", nil, producerFailed},
 		{"a silent producer is lost, unless a successor comes", nil, producerLost},
 		{"a newer incarnation of a consumer takes over", nil, takeover},
+		{"a takeover by any call wakes those who wait", nil, takeoverWakes},
 		{"leaving returns the leases", nil, leave},
 		{"all members of a replica group get the same leases", nil, replicaGroup},
 		{"a fail by one member fails the lease", nil, replicaFail},
+		{"the end of a group comes when all its members have settled", nil, replicaEnd},
 		{"positions are kept as ranges", nil, positions},
 		{"version gates drop and free at put", func(c *sluice.RunConfig) { c.TargetVersions, c.MinDraftVersion = []string{"0"}, "3" }, gates},
-		{"windows deal equal shares", windows(2, 2, 0, false), equalShares},
-		{"no rank is a window ahead of another", windows(2, 1, 3, false), barrier},
-		{"redelivery stays in the share of its rank", windows(2, 1, 0, false), sameRank},
-		{"a dead slot is padded", windows(2, 1, 0, false), deadSlot},
-		{"the tail is padded", windows(2, 2, 0, false), tailPadded},
-		{"or dropped", windows(2, 2, 0, true), tailDropped},
-		{"reshape waits for leases", windows(2, 1, 0, false), reshape},
+		{"windows deal equal shares", twoRanks(2, 0, false), equalShares},
+		{"no rank is a window ahead of another", twoRanks(1, 3, false), barrier},
+		{"redelivery stays in the share of its rank", twoRanks(1, 0, false), sameRank},
+		{"a dead slot is padded", twoRanks(1, 0, false), deadSlot},
+		{"the tail is padded", twoRanks(2, 0, false), tailPadded},
+		{"or dropped", twoRanks(2, 0, true), tailDropped},
+		{"reshape waits for leases", twoRanks(1, 0, false), reshape},
+		{"a rank that a reshape took away is refused", twoRanks(1, 0, false), reshapedAway},
 		{"put_blocks_until_below waits at the gate, but not while consumers starve", func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, putBlocks},
 		{"a reservation waits for room and is granted when it comes", func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, reserveWaits},
 		{"status counts", nil, status},
@@ -103,10 +106,10 @@ func Run(t *testing.T, h Harness) {
 	}
 }
 
-func windows(ranks, perRank, prefetch int, dropTail bool) func(*sluice.RunConfig) {
+func twoRanks(perRank, prefetch int, dropTail bool) func(*sluice.RunConfig) {
 	return func(c *sluice.RunConfig) {
 		c.LargestSample = 1000
-		c.Windows = &sluice.Windows{Ranks: ranks, PerRank: perRank, Prefetch: prefetch, DropTail: dropTail}
+		c.Windows = &sluice.Windows{Ranks: 2, PerRank: perRank, Prefetch: prefetch, DropTail: dropTail}
 	}
 }
 
@@ -778,6 +781,17 @@ func takeover(b *bench) {
 	}
 }
 
+func takeoverWakes(b *bench) {
+	b.put(1)
+	b.leased(ann, 1, "s0")
+	waits := b.waiting(b.ctx, bob, -1)
+	newer := ann
+	newer.Incarnation = 1
+	_, err := b.q.Renew(b.ctx, sluice.RenewRequest{Consumer: newer})
+	b.ok(err)
+	b.woken(waits, "s0")
+}
+
 func leave(b *bench) {
 	b.put(3)
 	b.leased(ann, 2, "s0", "s1")
@@ -835,6 +849,29 @@ func replicaFail(b *bench) {
 	}
 	if s := b.status(); s.Failed != 1 || s.Acked != 0 {
 		b.t.Errorf("status %+v", s)
+	}
+}
+
+// A member that has settled its part waits for what the others say, since that may be a failure.
+func replicaEnd(b *bench) {
+	b.put(1)
+	b.ok(b.q.Close(b.ctx, nil))
+	ls := b.leased(member(0), 1, "s0")
+	b.leased(member(1), 1, "s0")
+	b.settled(member(0), sluice.Ack, ls...)
+	waits := b.waiting(b.ctx, member(0), -1)
+	if len(waits) > 0 {
+		b.t.Fatalf("got %+v while the other member may still fail", b.got(waits))
+	}
+	b.settled(member(1), sluice.Fail, ls...)
+	b.woken(waits, "s0")
+	ls = b.leased(member(1), 1, "s0")
+	b.end(member(1)) // who holds a lease ends at once
+	b.settled(member(0), sluice.Ack, ls...)
+	waits = b.waiting(b.ctx, member(0), -1)
+	b.settled(member(1), sluice.Ack, ls...)
+	if a := b.got(waits); !a.d.End || a.err != nil {
+		b.t.Errorf("got %+v, want the end", a)
 	}
 }
 
@@ -990,6 +1027,15 @@ func reshape(b *bench) {
 		b.t.Errorf("window %+v", w)
 	}
 	b.fails(b.q.Reshape(b.ctx, 0, 1), sluice.ErrInvalid)
+}
+
+func reshapedAway(b *bench) {
+	b.put(2)
+	b.settled(rank(1), sluice.Ack, b.leased(rank(1), 1, "s1")...)
+	b.ok(b.q.Reshape(b.ctx, 1, 1))
+	_, err := b.q.Acquire(b.ctx, sluice.AcquireRequest{Consumer: rank(1)})
+	b.fails(err, sluice.ErrInvalid)
+	b.leased(rank(0), 1, "s0")
 }
 
 func putBlocks(b *bench) {
