@@ -549,11 +549,10 @@ func (s *Schema) checkAxes(f *RefFields, axes *axisLengths, fail func(string, ..
 				}
 				known, unknown := int64(1), ""
 				for name := range strings.SplitSeq(axis, "*") {
-					n, ok := int64(0), name != "" && name[0] >= '0' && name[0] <= '9'
-					if ok {
-						n, _ = strconv.ParseInt(name, 10, 64) // the parser has seen that it is a number of at most ten digits
-					} else {
-						n, ok = axes.find(name)
+					n, ok := axes.find(name)
+					if name != "" && name[0] >= '0' && name[0] <= '9' {
+						v, err := strconv.ParseInt(name, 10, 64)
+						n, ok = v, err == nil
 					}
 					if ok && n > 0 && known > maxInteger/n {
 						return fail("feature %q: axis %s is too long", ft.Name, axis)

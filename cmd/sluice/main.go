@@ -53,6 +53,8 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.SetErr(stderr)
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(demoCommand(stdout, stderr))
+	root.AddCommand(inspectCommand(stdout, stderr))
+	root.AddCommand(planCommand(stdout, stderr))
 
 	command, err := root.ExecuteContextC(ctx)
 	switch {

@@ -34,7 +34,8 @@ func TestScripts(t *testing.T) {
 			return false, nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"lastline": lastLine,
+			"lastline":    lastLine,
+			"samplestore": sampleStore, "bytes": editBytes,
 		},
 	})
 }

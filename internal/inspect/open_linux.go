@@ -1,0 +1,5 @@
+package inspect
+
+import "golang.org/x/sys/unix"
+
+const noAccessTime = unix.O_NOATIME

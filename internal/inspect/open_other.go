@@ -1,0 +1,5 @@
+//go:build !linux
+
+package inspect
+
+const noAccessTime = 0
