@@ -24,9 +24,10 @@ var rules = []struct {
 }{
 	{".", nil},
 	{"safetensors", []string{"."}},
-	{"store/storetest", []string{"."}},
+	{"store/storetest", []string{".", "internal/fakeclock"}},
 	{"store/...", []string{".", "safetensors"}},
-	{"queue/...", []string{"."}},
+	{"queue/queuetest", []string{".", "internal/fakeclock"}},
+	{"queue", []string{"."}},
 	{"journal/...", []string{"."}},
 	{"target/...", []string{".", "safetensors"}},
 	{"prompt", []string{"."}},

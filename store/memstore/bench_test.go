@@ -75,10 +75,10 @@ func (m *meter) time(f func()) {
 func (m *meter) report() {
 	slices.Sort(m.work)
 	slices.Sort(m.floor)
-	work, floor := m.work[len(m.work)/2].Seconds(), m.floor[len(m.floor)/2].Seconds()
-	m.b.ReportMetric(float64(m.sample.Bytes())/work/1e6, "MB/s")
+	took, floor := m.work[len(m.work)/2].Seconds(), m.floor[len(m.floor)/2].Seconds()
+	m.b.ReportMetric(float64(m.sample.Bytes())/took/1e6, "MB/s")
 	m.b.ReportMetric(float64(m.sample.Bytes())/floor/1e6, "floor-MB/s")
-	m.b.ReportMetric(floor/work, "ratio")
+	m.b.ReportMetric(floor/took, "ratio")
 	m.b.ReportMetric(m.floor[0].Seconds()/m.work[0].Seconds(), "best-ratio")
 }
 

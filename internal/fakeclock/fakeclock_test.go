@@ -1,4 +1,4 @@
-package storetest
+package fakeclock
 
 import (
 	"slices"
@@ -7,7 +7,7 @@ import (
 )
 
 func TestClockCallsWhatFallsDueInOrder(t *testing.T) {
-	c := NewClock()
+	c := New()
 	start := c.Now()
 	var calls []string
 	c.AfterFunc(3*time.Second, func() { calls = append(calls, "third") })
