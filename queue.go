@@ -289,7 +289,9 @@ type Queue interface {
 type Status struct {
 	RunID  string `json:"run_id"`
 	Closed bool   `json:"closed"`
-	Cause  string `json:"cause,omitempty"`
+	// StepsPerCheckpoint is what the run declares; consumers may ack at checkpoints only if it is above 0.
+	StepsPerCheckpoint int    `json:"steps_per_checkpoint,omitempty"`
+	Cause              string `json:"cause,omitempty"`
 
 	Pending     int `json:"pending"`     // waiting for a lease (upstream's pending_count)
 	Outstanding int `json:"outstanding"` // leased (upstream's outstanding_count)
@@ -317,6 +319,7 @@ type Status struct {
 
 	Health Health `json:"health"` // of the store
 
+	Elapsed          time.Duration `json:"elapsed"` // since the queue was opened
 	Paused           bool          `json:"paused"`
 	Starving         bool          `json:"starving"`
 	ProducersWaiting int           `json:"producers_waiting"`
@@ -352,14 +355,14 @@ type ProducerStatus struct {
 	LastSeen    time.Duration `json:"last_seen"` // ago
 }
 
-// Bottleneck says in a sentence which side the run waits for.
+// Bottleneck says in a sentence which side the run waits for: none if neither has waited for a twentieth of the time.
 func (s *Status) Bottleneck() string {
 	p, c := s.ProducerPaused, s.ConsumerWaited
 	switch {
 	case s.Wedged != "":
 		return "wedged: " + s.Wedged
-	case p+c < 100*time.Millisecond:
-		return "none: neither side has waited for the other"
+	case max(p, c) < s.Elapsed/20 || p+c < 100*time.Millisecond:
+		return fmt.Sprintf("none: of %v, producers waited %v for room and consumers %v for samples", s.Elapsed.Round(time.Millisecond), p.Round(time.Millisecond), c.Round(time.Millisecond))
 	case p > 2*c:
 		return fmt.Sprintf("the trainer: producers waited %v for room, consumers %v for samples", p.Round(time.Millisecond), c.Round(time.Millisecond))
 	case c > 2*p:

@@ -283,7 +283,8 @@ func TestBottleneckNamesTheSide(t *testing.T) {
 		s    Status
 		want string
 	}{
-		{Status{}, "none"}, {Status{ProducerPaused: 5e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 1e9, ConsumerWaited: 5e9}, "the target"},
+		{Status{}, "none"}, {Status{Elapsed: 100e9, ProducerPaused: 4e9, ConsumerWaited: 1e9}, "none: of 1m40s, producers waited 4s for room and consumers 1s for samples"},
+		{Status{Elapsed: 100e9, ProducerPaused: 6e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 5e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 1e9, ConsumerWaited: 5e9}, "the target"},
 		{Status{ProducerPaused: 2e9, ConsumerWaited: 2e9}, "balanced"}, {Status{Wedged: "all wait"}, "wedged: all wait"},
 	} {
 		if got := tc.s.Bottleneck(); !strings.HasPrefix(got, tc.want) {

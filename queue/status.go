@@ -19,7 +19,7 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 	q.tick()
 	c := &q.count
 	s := sluice.Status{
-		RunID: q.runID, Closed: q.closed,
+		RunID: q.runID, Closed: q.closed, StepsPerCheckpoint: q.cfg.StepsPerCheckpoint, Elapsed: time.Duration(q.now - q.base),
 		Pending: q.pending, Outstanding: q.out, Dead: q.deadKept.n + q.deadFreed.n,
 		Put: c.Put, Delivered: c.Delivered, Redelivered: c.Redelivered, Padded: c.Padded, Acked: c.Acked, Failed: c.Failed, Expired: c.Expired, Returned: c.Returned,
 		DeadTotal: c.DeadTotal, Dropped: c.Dropped, TailDropped: c.TailDropped, Gated: c.Gated, Stale: c.Stale,

@@ -52,6 +52,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.SetOut(stdout)
 	root.SetErr(stderr)
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
+	root.AddCommand(benchCommand(stdout, stderr))
 	root.AddCommand(demoCommand(stdout, stderr))
 	root.AddCommand(inspectCommand(stdout, stderr))
 	root.AddCommand(planCommand(stdout, stderr))

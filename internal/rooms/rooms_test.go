@@ -35,6 +35,7 @@ var rules = []struct {
 	{"client", []string{".", "safetensors"}},
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/..."}},
 	{"internal/demo", []string{".", "safetensors", "store/...", "queue", "target/...", "prompt", "stream"}},
+	{"internal/bench", []string{".", "store/...", "queue", "target/...", "internal/plan"}},
 	{"internal/inspect", []string{".", "safetensors", "store/dirstore"}},
 	{"internal/...", []string{"."}},
 	{"cmd/...", []string{"...", "."}},
