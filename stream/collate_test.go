@@ -112,13 +112,13 @@ func TestASecondShiftIsAnError(t *testing.T) {
 		_, inner = Collate(schema(t, sluice.EAGLE3), PadTo(0), samples, nil)
 		return samples[0].Features, nil
 	}), s)
-	wantKind(t, inner, sluice.ErrSchema)
+	wantRefused(t, inner, sluice.ErrSchema, `stream: collate "s": says shift 0, and its features were shifted since; a second shift would misalign them`)
 
 	dflash := &sluice.Sample{SampleID: "d", RunID: "r", Algorithm: sluice.DFlash, SchemaVersion: 1, Attributes: map[string]string{"shift": "1", "aux_layers": "unknown"},
 		Features: []sluice.Feature{{Name: "hidden_states", Tensor: sluice.NewTensor(sluice.Float32, 1, 2, 4)}, {Name: "input_ids", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)},
 			{Name: "attention_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}, {Name: "loss_mask", Tensor: sluice.NewTensor(sluice.Int64, 1, 2)}}}
 	_, err := Collate(schema(t, sluice.DFlash), PadTo(0), []Sample{{Ref: refOf(t, dflash), Features: dflash.Features}}, nil)
-	wantKind(t, err, sluice.ErrSchema)
+	wantRefused(t, err, sluice.ErrSchema, `stream: collate "d": says shift 1, but batches of dflash are not shifted`)
 }
 
 func TestWhatMustNotBeMixedIsNamedTwice(t *testing.T) {

@@ -279,10 +279,11 @@ type fakeQueue struct {
 	visibility time.Duration
 	maxFails   int
 	producers  int
+	steps      int           // a checkpoint, as the run declares
 	wedgeAfter time.Duration // an acquire that waits for so long, and not ahead of need, is wedged; 0 is never
 
 	// Hooks run outside the lock, before the operation; an error is the operation's.
-	beforeReserve, beforePut, beforeAcquire, beforeSettle, beforeRenew, beforeReport func() error
+	beforeReserve, beforePut, beforeAcquire, beforeSettle, beforeRenew, beforeReport, beforeStatus func() error
 	// window, if set, gives the leases their slots.
 	window func(n int, r sluice.Ref) *sluice.WindowSlot
 
@@ -606,9 +607,12 @@ func (q *fakeQueue) Drop(ctx context.Context, ids ...string) (n int, _ error) {
 func (q *fakeQueue) Reshape(context.Context, int, int) error { return nil }
 
 func (q *fakeQueue) Status(context.Context) (sluice.Status, error) {
+	if err := hooked(q.beforeStatus); err != nil {
+		return sluice.Status{}, err
+	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	return sluice.Status{Pending: len(q.pending), Outstanding: len(q.leased), Dead: len(q.dead), Closed: q.closed, Acked: int64(len(q.acked))}, nil
+	return sluice.Status{RunID: "r1", StepsPerCheckpoint: q.steps, Pending: len(q.pending), Outstanding: len(q.leased), Dead: len(q.dead), Closed: q.closed, Acked: int64(len(q.acked))}, nil
 }
 
 func (q *fakeQueue) Close(_ context.Context, cause error) error {

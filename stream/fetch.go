@@ -36,6 +36,9 @@ func (l *Loader) fetch() {
 
 // make makes one batch of the parts that are there and of what it acquires.
 func (l *Loader) make() made {
+	if err := l.allowed(); err != nil {
+		return made{err: err}
+	}
 	for {
 		n, complete := l.group()
 		if complete {
@@ -71,6 +74,39 @@ func (l *Loader) make() made {
 			}
 		}
 	}
+}
+
+// allowed refuses, before anything is leased, to ack at checkpoints in a run that declares none: its caps were not checked to hold the samples of so many steps, and it could wedge.
+func (l *Loader) allowed() error {
+	if l.ackOK || l.cfg.Ack != AckOnCheckpoint {
+		return nil
+	}
+	l.mu.Lock()
+	err := l.fatal
+	l.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	var st sluice.Status
+	err = l.retry(l.ctx, "status", func() (err error) {
+		st, err = l.cfg.Queue.Status(l.ctx)
+		return err
+	})
+	switch {
+	case l.ctx.Err() != nil:
+		return errLoaderClosed
+	case err != nil:
+		return err
+	case st.StepsPerCheckpoint > 0:
+		l.ackOK = true
+		return nil
+	}
+	err = &sluice.Error{Kind: sluice.Invalid, Op: "stream: loader", Subject: "Ack", Detail: fmt.Sprintf("is %q, but the run %q declares no steps a checkpoint", AckOnCheckpoint, st.RunID),
+		Hint: "set RunConfig.StepsPerCheckpoint to the steps between two checkpoints (without windows SamplesPerStep too), or let Ack be next or step"}
+	l.mu.Lock()
+	l.fatal = err
+	l.mu.Unlock()
+	return err
 }
 
 func leaseIDs(leases []sluice.Lease) []sluice.LeaseID {

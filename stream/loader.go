@@ -26,7 +26,8 @@ const (
 	// AckOnStep acknowledges at Step all batches that were pulled since the last one: for gradient accumulation.
 	AckOnStep AckMode = "step"
 	// AckOnCheckpoint acknowledges at Checkpoint all batches that were pulled since the last one, so that a trainer that goes back to its checkpoint loses nothing. The
-	// run must declare its steps a checkpoint, since the samples stay for so long.
+	// run must declare its steps a checkpoint ([sluice.RunConfig].StepsPerCheckpoint), since the samples stay for so long and its caps must hold them; a loader over a run that
+	// declares none is refused at its first Next.
 	AckOnCheckpoint AckMode = "checkpoint"
 )
 
@@ -47,7 +48,9 @@ type LoaderConfig struct {
 	// Prefetch is how many batches are made ahead of the one that the trainer has; 1 if 0, none if negative. In a run with windows, let it be no more than the
 	// windows that the run opens ahead hold; a larger one only waits.
 	Prefetch int
-	Ack      AckMode // AckOnNext if empty
+	// Ack is AckOnNext if empty. AckOnCheckpoint needs a run that declares StepsPerCheckpoint: the first Next asks the queue's Status for it before anything is leased, and without it
+	// that Next and all later ones return ErrInvalid.
+	Ack AckMode
 
 	// RenewEvery is how often leases are renewed; a third of their time if 0.
 	RenewEvery time.Duration
@@ -100,7 +103,8 @@ type Loader struct {
 	// Of the fetcher; Close takes over when that has ended.
 	parts []*piece // samples read but not in a batch yet
 	id    identity
-	kinds int // times that id changed
+	kinds int  // times that id changed
+	ackOK bool // the run declares what Ack needs
 	skips int
 
 	mu       sync.Mutex // guards what follows
@@ -188,8 +192,16 @@ func NewLoader(cfg LoaderConfig) (*Loader, error) {
 		return nil, bad("Schema", "is nil")
 	case cfg.Batch < 0:
 		return nil, bad("Batch", "is %d, want 0 (the default) or more", cfg.Batch)
-	case cfg.RenewEvery < 0 || cfg.MaxIdle < 0 || cfg.Patience < 0 || cfg.MaxSkips < 0:
-		return nil, bad("RenewEvery, MaxIdle, Patience, MaxSkips", "must not be negative")
+	case cfg.MaxSkips < 0:
+		return nil, bad("MaxSkips", "is %d, want 0 (the default) or more", cfg.MaxSkips)
+	}
+	for _, d := range []struct {
+		field string
+		value time.Duration
+	}{{"RenewEvery", cfg.RenewEvery}, {"MaxIdle", cfg.MaxIdle}, {"Patience", cfg.Patience}} {
+		if d.value < 0 {
+			return nil, bad(d.field, "is %v, want 0 (the default) or more", d.value)
+		}
 	}
 	if cfg.Consumer.Name == "" {
 		var bits [8]byte
@@ -296,7 +308,8 @@ func (l *Loader) Touch() {
 //
 // io.EOF is the clean end. In the other modes it may come while leases are open: settle them (Step, Checkpoint or Close), and if one was failed, call Next again to get it.
 // A stream that was cut off gives the producer's error instead, behind everything that was produced. Other errors: ErrStale when a newer incarnation of the consumer took over;
-// ErrWedged when nothing can move; the error of a sample that Skip does not pass over, after which Next may be called again; ErrUnavailable when Patience is through; ErrClosed.
+// ErrWedged when nothing can move; the error of a sample that Skip does not pass over, after which Next may be called again; ErrUnavailable when Patience is through; ErrInvalid for AckOnCheckpoint over
+// a run that declares no steps a checkpoint; ErrClosed.
 func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 	if err := l.enter(ctx); err != nil {
 		return nil, err

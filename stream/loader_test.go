@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -148,6 +149,7 @@ func TestStepAcknowledgesAllSinceTheLastOne(t *testing.T) {
 func TestCheckpointAcknowledgesAllSinceTheLastOne(t *testing.T) {
 	t.Parallel()
 	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		r.queue.steps = 4
 		l := r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnCheckpoint })
 		next(t, l)
 		if err := l.Step(t.Context()); err != nil {
@@ -436,6 +438,7 @@ func TestACauseThatWrapsEOFIsNoCleanEnd(t *testing.T) {
 func TestAnEndSeenBeforeAFailureIsNone(t *testing.T) {
 	t.Parallel()
 	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		r.queue.steps = 2
 		l := r.loader(t, func(c *LoaderConfig) { c.Ack, c.Prefetch = AckOnCheckpoint, 2 })
 		next(t, l)
 		if err := l.Step(t.Context()); err != nil {
@@ -1236,16 +1239,94 @@ func TestCopiedBatchesHoldNoPins(t *testing.T) {
 func TestImpossibleLoadersAreRefused(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, plenty, targettest.Options{}, nil)
-	for name, change := range map[string]func(*LoaderConfig){
-		"no queue": func(c *LoaderConfig) { c.Queue = nil }, "no store": func(c *LoaderConfig) { c.Store = nil }, "no schema": func(c *LoaderConfig) { c.Schema = nil },
-		"batch": func(c *LoaderConfig) { c.Batch = -1 }, "ack": func(c *LoaderConfig) { c.Ack = "later" }, "consumer": func(c *LoaderConfig) { c.Consumer.Name = "a b" },
-		"renewal": func(c *LoaderConfig) { c.RenewEvery = -1 }, "function": func(c *LoaderConfig) { c.Collate = CollateFunc(nil) },
-		"norm": func(c *LoaderConfig) { c.FinalNorm = &FinalNorm{} },
+	const from = "stream: new loader "
+	for want, change := range map[string]func(*LoaderConfig){
+		from + `"Queue": is nil`:                                    func(c *LoaderConfig) { c.Queue = nil },
+		from + `"Store": is nil`:                                    func(c *LoaderConfig) { c.Store = nil },
+		from + `"Schema": is nil`:                                   func(c *LoaderConfig) { c.Schema = nil },
+		from + `"Batch": is -1, want 0 (the default) or more`:       func(c *LoaderConfig) { c.Batch = -1 },
+		from + `"Ack": is "later", want next, step or checkpoint`:   func(c *LoaderConfig) { c.Ack = "later" },
+		from + `"RenewEvery": is -1s, want 0 (the default) or more`: func(c *LoaderConfig) { c.RenewEvery = -time.Second },
+		from + `"MaxIdle": is -2s, want 0 (the default) or more`:    func(c *LoaderConfig) { c.MaxIdle = -2 * time.Second },
+		from + `"Patience": is -3s, want 0 (the default) or more`:   func(c *LoaderConfig) { c.Patience = -3 * time.Second },
+		from + `"MaxSkips": is -4, want 0 (the default) or more`:    func(c *LoaderConfig) { c.MaxSkips = -4 },
+		from + `"Consumer": ` + sluice.ValidateID("a b").Error():    func(c *LoaderConfig) { c.Consumer.Name = "a b" },
+		from + `"FinalNorm": has a weight of float32[1,2], want float32, bfloat16 or float16 [H]`: func(c *LoaderConfig) {
+			c.FinalNorm = &FinalNorm{Weight: sluice.NewTensor(sluice.Float32, 1, 2), Epsilon: 1}
+		},
+		from + `"FinalNorm": has a bad weight: tensor: float32[2] needs 8 bytes, has 4`: func(c *LoaderConfig) {
+			c.FinalNorm = &FinalNorm{Weight: sluice.Tensor{Spec: sluice.Spec{DType: sluice.Float32, Shape: []int64{2}}, Data: make([]byte, 4)}, Epsilon: 1}
+		},
+		from + `"FinalNorm": has a weight that is not finite at 1`: func(c *LoaderConfig) {
+			c.FinalNorm = &FinalNorm{Weight: sluice.TensorOf(sluice.Float32, []float32{1, float32(math.NaN())}, 2), Epsilon: 1}
+		},
+		from + `"FinalNorm": has the epsilon -1, want more than 0`: func(c *LoaderConfig) {
+			c.FinalNorm = &FinalNorm{Weight: sluice.TensorOf(sluice.Float32, []float32{1}, 1), Epsilon: -1}
+		},
+		`stream: collate: the function is nil`: func(c *LoaderConfig) { c.Collate = CollateFunc(nil) },
 	} {
 		cfg := LoaderConfig{Queue: r.queue, Store: r.store, Schema: schema(t, sluice.EAGLE3)}
 		change(&cfg)
-		if _, err := NewLoader(cfg); !errors.Is(err, sluice.ErrInvalid) {
-			t.Errorf("%s: error %v, want ErrInvalid", name, err)
-		}
+		_, err := NewLoader(cfg)
+		wantRefused(t, err, sluice.ErrInvalid, want)
 	}
+}
+
+func TestARunThatCannotBeAskedForItsCheckpointsIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, _ []sluice.Ref) {
+		begin := time.Now()
+		r.queue.steps = 1
+		r.queue.beforeStatus = func() error {
+			if time.Since(begin) < 2*time.Minute {
+				return sluice.ErrUnavailable
+			}
+			return nil
+		}
+		r.queue.beforeAcquire = func() error {
+			if time.Since(begin) < 2*time.Minute {
+				t.Error("a lease was asked for")
+			}
+			return nil
+		}
+		var retries atomic.Int64
+		l := r.loader(t, func(c *LoaderConfig) {
+			c.Ack, c.Patience, c.Prefetch = AckOnCheckpoint, time.Minute, -1
+			c.OnEvent = func(e Event) {
+				if e.Kind == Retry && e.Op == "status" {
+					retries.Add(1)
+				}
+			}
+		})
+		_, err := l.Next(t.Context())
+		wantKind(t, err, sluice.ErrUnavailable)
+		if took := time.Since(begin); took < time.Minute || took > 70*time.Second || retries.Load() == 0 {
+			t.Errorf("gave up after %v and %d retries", took, retries.Load())
+		}
+		next(t, l) // it is away for another minute
+		r.queue.beforeStatus = func() error { t.Error("asked again for what cannot change"); return nil }
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
+			t.Errorf("error %v, want the end", err)
+		}
+		r.queue.beforeStatus = nil
+		if err := l.Checkpoint(t.Context()); err != nil {
+			t.Error(err)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+
+		// Close ends the asking, and a loader that acks otherwise does not ask.
+		r.queue.beforeStatus = func() error { return sluice.ErrUnavailable }
+		l = r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnCheckpoint })
+		failed := make(chan error, 1)
+		go func() { _, err := l.Next(t.Context()); failed <- err }()
+		time.Sleep(time.Second)
+		closeLoader(t, l)
+		wantKind(t, <-failed, sluice.ErrClosed)
+		l = r.loader(t, func(c *LoaderConfig) { c.Ack = AckOnStep })
+		if _, err := l.Next(t.Context()); !errors.Is(err, io.EOF) {
+			t.Errorf("error %v, want the end", err)
+		}
+		closeLoader(t, l)
+	})
 }

@@ -108,14 +108,21 @@ func NewPipeline(p *Producer, q sluice.Queue, source Source, opts *PipelineOptio
 		pl.opts = *opts
 	}
 	o := &pl.opts
-	if o.Workers < 0 || o.MaxTargetFaults < 0 || o.PollInterval < 0 || o.Heartbeat < 0 || o.Patience < 0 {
-		return nil, bad("options", "Workers, MaxTargetFaults, PollInterval, Heartbeat and Patience must not be negative")
+	switch {
+	case o.Workers < 0:
+		return nil, bad("Workers", "is %d, want 0 (the default) or more", o.Workers)
+	case o.MaxTargetFaults < 0:
+		return nil, bad("MaxTargetFaults", "is %d, want 0 or more", o.MaxTargetFaults)
 	}
 	o.Workers = max(o.Workers, 1)
 	for _, d := range []struct {
+		field string
 		value *time.Duration
 		unset time.Duration
-	}{{&o.PollInterval, 100 * time.Millisecond}, {&o.Heartbeat, 15 * time.Second}, {&o.Patience, 10 * time.Minute}} {
+	}{{"PollInterval", &o.PollInterval, 100 * time.Millisecond}, {"Heartbeat", &o.Heartbeat, 15 * time.Second}, {"Patience", &o.Patience, 10 * time.Minute}} {
+		if *d.value < 0 {
+			return nil, bad(d.field, "is %v, want 0 (the default) or more", *d.value)
+		}
 		if *d.value == 0 {
 			*d.value = d.unset
 		}

@@ -219,7 +219,7 @@ func TestStopsOutOfTurn(t *testing.T) {
 				t.Errorf("Stop before Start: %v", err)
 			}
 		}
-		wantKind(t, p.Start(t.Context()), sluice.ErrConflict)
+		wantRefused(t, p.Start(t.Context()), sluice.ErrConflict, "stream: pipeline: start: it was stopped before it was started; make a new Pipeline")
 		if got := r.queue.lastReport(); got.State != "" {
 			t.Errorf("a pipeline that never ran reported %s", got.State)
 		}
@@ -236,6 +236,7 @@ func TestStopsOutOfTurn(t *testing.T) {
 		if p.Running() {
 			t.Error("it still runs")
 		}
+		wantRefused(t, p.Start(t.Context()), sluice.ErrConflict, "stream: pipeline: start: it has run already and is used once; make a new Pipeline, and a new run if its queue is closed")
 	})
 }
 
@@ -457,18 +458,24 @@ func TestPatienceEnds(t *testing.T) {
 func TestImpossiblePipelinesAreRefusedByName(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, plenty, targettest.Options{}, nil)
+	const from = "stream: new pipeline "
+	with := func(o PipelineOptions) func() (*Pipeline, error) {
+		return func() (*Pipeline, error) { return NewPipeline(r.producer, r.queue, batches(nil), &o) }
+	}
 	for want, make := range map[string]func() (*Pipeline, error){
-		`"producer": is nil`: func() (*Pipeline, error) { return NewPipeline(nil, r.queue, batches(nil), nil) },
-		`"queue": is nil`:    func() (*Pipeline, error) { return NewPipeline(r.producer, nil, batches(nil), nil) },
-		`"source": is nil`:   func() (*Pipeline, error) { return NewPipeline(r.producer, r.queue, nil, nil) },
-		`Workers`: func() (*Pipeline, error) {
-			return NewPipeline(r.producer, r.queue, batches(nil), &PipelineOptions{Workers: -1})
-		},
+		from + `"producer": is nil`:                                   func() (*Pipeline, error) { return NewPipeline(nil, r.queue, batches(nil), nil) },
+		from + `"queue": is nil`:                                      func() (*Pipeline, error) { return NewPipeline(r.producer, nil, batches(nil), nil) },
+		from + `"source": is nil`:                                     func() (*Pipeline, error) { return NewPipeline(r.producer, r.queue, nil, nil) },
+		from + `"Workers": is -1, want 0 (the default) or more`:       with(PipelineOptions{Workers: -1}),
+		from + `"MaxTargetFaults": is -2, want 0 or more`:             with(PipelineOptions{MaxTargetFaults: -2}),
+		from + `"PollInterval": is -1s, want 0 (the default) or more`: with(PipelineOptions{PollInterval: -time.Second}),
+		from + `"Heartbeat": is -2s, want 0 (the default) or more`:    with(PipelineOptions{Heartbeat: -2 * time.Second}),
+		from + `"Patience": is -3s, want 0 (the default) or more`:     with(PipelineOptions{Patience: -3 * time.Second}),
 	} {
 		p, err := make()
-		wantKind(t, err, sluice.ErrInvalid)
-		if p != nil || err != nil && !strings.Contains(err.Error(), want) {
-			t.Errorf("error %v, want %s in it", err, want)
+		wantRefused(t, err, sluice.ErrInvalid, want)
+		if p != nil {
+			t.Errorf("a pipeline was made in spite of %v", err)
 		}
 	}
 }

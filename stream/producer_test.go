@@ -27,6 +27,14 @@ func wantKind(t testing.TB, err error, want error) {
 	}
 }
 
+// wantRefused is wantKind for an error that has to say so much.
+func wantRefused(t testing.TB, err, want error, message string) {
+	t.Helper()
+	if !errors.Is(err, want) || err == nil || err.Error() != message {
+		t.Errorf("error %v, want kind %v with the message\n%s", err, want, message)
+	}
+}
+
 func TestTheStoreHoldsWhatTheTargetReturned(t *testing.T) {
 	t.Parallel()
 	for _, dtype := range []sluice.DType{sluice.Float32, sluice.BFloat16} {
@@ -158,25 +166,26 @@ func TestAdmissionComesBeforeTheForwardAndTheGate(t *testing.T) {
 	copy(sluice.View[int64](packed.LossMask), []int64{1, 0, 1})
 	two := targettest.Batch(3, []int64{1, 2, 3}, []int64{4})
 	copy(sluice.View[int64](two.LossMask), []int64{0, 1, 1, 0, 0, 0})
-	for name, b := range map[string]*sluice.PromptBatch{
-		"one token":          plain([]int64{1}, 0),
-		"nothing supervised": plain([]int64{1, 2, 3}, 9),
-		"only the first token": func() *sluice.PromptBatch {
-			b := plain([]int64{1, 2, 3}, 9)
-			sluice.View[int64](b.LossMask)[0] = 1
-			return b
-		}(),
-		"only first tokens of documents": packed,
-		"one row of two":                 two,
+	one := plain([]int64{1, 2, 3}, 9)
+	sluice.View[int64](one.LossMask)[0] = 1
+	const none = "row 0 has 0 supervised tokens behind the first of a document, eagle3 admits 1 or more"
+	for name, c := range map[string]struct {
+		batch *sluice.PromptBatch
+		want  string
+	}{
+		"one token":                      {plain([]int64{1}, 0), "row 0 has 1 tokens, eagle3 admits 2 or more"},
+		"nothing supervised":             {plain([]int64{1, 2, 3}, 9), none},
+		"only the first token":           {one, none},
+		"only first tokens of documents": {packed, none},
+		"one row of two":                 {two, "row 1 has 1 tokens, eagle3 admits 2 or more"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, plenty, targettest.Options{}, nil)
 			r.queue.beforeReserve = func() error { t.Error("room was reserved"); return nil }
-			_, err := r.producer.Produce(t.Context(), b)
-			if !errors.Is(err, ErrNotAdmitted) || !errors.Is(err, sluice.ErrInvalid) {
-				t.Errorf("error %v, want ErrNotAdmitted", err)
-			}
+			_, err := r.producer.Produce(t.Context(), c.batch)
+			wantKind(t, err, ErrNotAdmitted)
+			wantRefused(t, err, sluice.ErrInvalid, "stream: produce: "+c.want+": the prompts are not admitted")
 			if s := r.producer.Stats(); r.target.Calls() != 0 || s.NotAdmitted != 1 || s.NotAdmittedRows != 1 {
 				t.Errorf("%d forwards, stats %+v", r.target.Calls(), s)
 			}
@@ -360,45 +369,49 @@ func TestASchemaOfOnesOwnNeedsNoCode(t *testing.T) {
 func TestImpossibleConfigurationsAreRefused(t *testing.T) {
 	t.Parallel()
 	target := targettest.New(targettest.Options{})
-	for name, c := range map[string]struct {
+	for _, c := range map[string]struct {
 		change func(*ProducerConfig)
 		want   error
+		says   string
 	}{
-		"no target":                    {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid},
-		"no store":                     {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid},
-		"no schema":                    {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid},
-		"no run":                       {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid},
-		"unknown encoding":             {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid},
-		"probs without vocabulary":     {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid},
-		"vocabulary out of range":      {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid},
-		"vocabulary twice":             {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid},
-		"layer out of range":           {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid},
-		"layer twice":                  {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid},
-		"too shallow for the default":  {func(c *ProducerConfig) { c.Target = targettest.New(targettest.Options{Layers: 3}) }, sluice.ErrInvalid},
-		"no layers":                    {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid},
-		"logits as integers":           {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid},
-		"unknown optional":             {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid},
-		"optional of another encoding": {func(c *ProducerConfig) { c.Optional = []string{"logits"} }, sluice.ErrInvalid},
-		"part of another encoding":     {func(c *ProducerConfig) { c.Optional = []string{"position_mask"} }, sluice.ErrInvalid},
-		"optional of an encoding that was not asked for": {func(c *ProducerConfig) { c.Schema, c.Optional = schema(t, sluice.DFlash), []string{"logits"} }, sluice.ErrInvalid},
-		"bad session": {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid},
+		"no target":                    {func(c *ProducerConfig) { c.Target = nil }, sluice.ErrInvalid, `"Target": is nil`},
+		"no store":                     {func(c *ProducerConfig) { c.Store = nil }, sluice.ErrInvalid, `"Store": is nil`},
+		"no schema":                    {func(c *ProducerConfig) { c.Schema = nil }, sluice.ErrInvalid, `"Schema": is nil`},
+		"no run":                       {func(c *ProducerConfig) { c.RunID = "" }, sluice.ErrInvalid, `"RunID": ` + sluice.ValidateID("").Error()},
+		"unknown encoding":             {func(c *ProducerConfig) { c.Encoding = "hidden" }, sluice.ErrInvalid, `"Encoding": "hidden" is none of the schema eagle3, which has [last_hidden_states logits target_probs]`},
+		"probs without vocabulary":     {func(c *ProducerConfig) { c.Encoding = "target_probs" }, sluice.ErrInvalid, `"DraftVocab": is empty; target_probs needs the draft's token ids`},
+		"vocabulary out of range":      {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{64} }, sluice.ErrInvalid, `"DraftVocab": entry 0 is 64, want 0 to 63`},
+		"vocabulary twice":             {func(c *ProducerConfig) { c.Encoding, c.DraftVocab = "target_probs", []int64{1, 1} }, sluice.ErrInvalid, `"DraftVocab": entry 1 is 1, which is there before`},
+		"layer out of range":           {func(c *ProducerConfig) { c.AuxLayers = []int{8} }, sluice.ErrInvalid, `"AuxLayers": [8]: want layers of -1 to 7, each once`},
+		"layer twice":                  {func(c *ProducerConfig) { c.AuxLayers = []int{1, 1} }, sluice.ErrInvalid, `"AuxLayers": [1 1]: want layers of -1 to 7, each once`},
+		"too shallow for the default":  {func(c *ProducerConfig) { c.Target = targettest.New(targettest.Options{Layers: 3}) }, sluice.ErrInvalid, `"AuxLayers": is nil, and a target of 3 layers is too shallow for the default; want layers of -1 to 2, each once`},
+		"no layers":                    {func(c *ProducerConfig) { c.AuxLayers = []int{} }, sluice.ErrInvalid, `"AuxLayers": is empty; aux_hidden_states needs at least one layer`},
+		"logits as integers":           {func(c *ProducerConfig) { c.LogitsDType = sluice.Int64 }, sluice.ErrInvalid, `"LogitsDType": is int64, want float32, bfloat16 or float16`},
+		"unknown optional":             {func(c *ProducerConfig) { c.Optional = []string{"x"} }, sluice.ErrInvalid, `"Optional": "x" is no feature of the schema eagle3`},
+		"optional of another encoding": {func(c *ProducerConfig) { c.Optional = []string{"logits"} }, sluice.ErrInvalid, `"Optional": "logits" belongs to the encoding "logits" of the schema eagle3; to have it, set Encoding`},
+		"part of another encoding":     {func(c *ProducerConfig) { c.Optional = []string{"position_mask"} }, sluice.ErrInvalid, `"Optional": "position_mask" belongs to the encoding "target_probs" of the schema eagle3; to have it, set Encoding`},
+		"optional of an encoding that was not asked for": {func(c *ProducerConfig) { c.Schema, c.Optional = schema(t, sluice.DFlash), []string{"logits"} }, sluice.ErrInvalid, `"Optional": "logits" belongs to the encoding "logits" of the schema dflash; to have it, set Encoding`},
+		"bad session": {func(c *ProducerConfig) { c.Session.Name = "a b" }, sluice.ErrInvalid, `"Session": ` + sluice.ValidateID("a b").Error()},
 		"both norms": {func(c *ProducerConfig) {
 			c.Schema = &sluice.Schema{Name: "x", Version: 1, Features: []sluice.SchemaFeature{
 				{Name: "a", From: sluice.RoleLast, Norm: sluice.PreNorm, Required: true, DTypes: []sluice.DType{sluice.Float32}},
 				{Name: "b", From: sluice.RoleLast, Norm: sluice.PostNorm, Required: true, DTypes: []sluice.DType{sluice.Float32}}}}
-		}, sluice.ErrUnsupported},
+		}, sluice.ErrUnsupported, ""},
 		"a feature of its owner's": {func(c *ProducerConfig) {
 			c.Schema = &sluice.Schema{Name: "x", Version: 1, Features: []sluice.SchemaFeature{{Name: "a", Required: true, DTypes: []sluice.DType{sluice.Float32}}}}
-		}, sluice.ErrUnsupported},
+		}, sluice.ErrUnsupported, ""},
 		"a dtype that the schema refuses": {func(c *ProducerConfig) {
 			c.Schema = &sluice.Schema{Name: "x", Version: 1, Features: []sluice.SchemaFeature{{Name: "a", From: sluice.RoleAux, Required: true, DTypes: []sluice.DType{sluice.Float16}}}}
-		}, sluice.ErrSchema},
+		}, sluice.ErrSchema, ""},
 	} {
 		cfg := ProducerConfig{Target: target, Store: newStore(t, plenty), Schema: schema(t, sluice.EAGLE3), RunID: "r"}
 		c.change(&cfg)
-		if _, err := NewProducer(cfg); !errors.Is(err, c.want) {
-			t.Errorf("%s: error %v, want %v", name, err, c.want)
+		_, err := NewProducer(cfg)
+		if c.says == "" {
+			wantKind(t, err, c.want)
+			continue
 		}
+		wantRefused(t, err, c.want, "stream: new producer "+c.says)
 	}
 	turns.mu.Lock()
 	defer turns.mu.Unlock()

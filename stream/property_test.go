@@ -119,6 +119,13 @@ func (q shakyQueue) Renew(ctx context.Context, r sluice.RenewRequest) ([]sluice.
 	return q.Queue.Renew(ctx, r)
 }
 
+func (q shakyQueue) Status(ctx context.Context) (sluice.Status, error) {
+	if q.dice.fail() {
+		return sluice.Status{}, errAway
+	}
+	return q.Queue.Status(ctx)
+}
+
 func (q shakyQueue) Report(ctx context.Context, r sluice.ProducerReport) error {
 	if q.dice.fail() {
 		return errAway
@@ -190,7 +197,11 @@ func (w world) run(ctx context.Context) error {
 		return err
 	}
 	defer store.Close()
-	q, err := queue.Open(ctx, sluice.RunConfig{RunID: "r", Schema: schema, Caps: caps}, store, nil)
+	cfg := sluice.RunConfig{RunID: "r", Schema: schema, Caps: caps}
+	if w.ack == stream.AckOnCheckpoint {
+		cfg.LargestSample, cfg.SamplesPerStep, cfg.StepsPerCheckpoint = 1000, w.loaders*w.batch, w.rows
+	}
+	q, err := queue.Open(ctx, cfg, store, nil)
 	if err != nil {
 		return err
 	}
