@@ -16,6 +16,9 @@ import (
 	"github.com/sluice-ml/sluice/internal/demo"
 )
 
+// runDemo is replaced by tests.
+var runDemo = demo.Run
+
 func demoCommand(stdout, stderr io.Writer) *cobra.Command {
 	var (
 		o         demo.Options
@@ -32,10 +35,16 @@ stream, and checks every sample bit for bit against a forward of its own.
 It ends with status 0 only if nothing was lost and every sample was right.`,
 		Example: `  sluice demo
   sluice demo --algorithm dspark --ranks 2
+  sluice demo --processes --kill
   sluice demo --prompts mine.jsonl --model ./my-llama --store /dev/shm/demo --json`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.Algorithm = sluice.Algorithm(algorithm)
+			for _, name := range []string{"ranks", "batch", "max-tokens"} {
+				if f := cmd.Flags().Lookup(name); f.Changed && f.Value.String() == "0" { // to package demo, 0 means the default
+					return &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: "--" + name, Detail: "is 0, want 1 or more"}
+				}
+			}
 			o.MaxBytes = int64(maxBytes)
 			width := terminalWidth(stderr)
 			if width != nil {
@@ -43,7 +52,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 			}
 			display := demo.NewDisplay(stderr, width)
 			o.Progress, o.Warn = display.Show, display.Warn
-			r, err := demo.Run(cmd.Context(), o)
+			r, err := runDemo(cmd.Context(), o)
 			if err != nil {
 				if asJSON {
 					err = errors.Join(err, printJSON(stdout, map[string]string{"error": err.Error(), "kind": string(sluice.KindOf(err))}))
@@ -66,12 +75,21 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 			return nil
 		},
 	}
+	c.AddCommand(&cobra.Command{
+		Use:    demo.ChildCommand,
+		Short:  "Be a process of a demo; it is started by the demo itself",
+		Hidden: true,
+		Args:   noArguments,
+		RunE:   func(cmd *cobra.Command, _ []string) error { return demo.Child(cmd.Context()) },
+	})
 	f := c.Flags()
 	f.StringVar(&algorithm, "algorithm", string(sluice.EAGLE3), "draft family: eagle3, dflash or dspark")
 	f.StringArrayVar(&o.Prompts, "prompts", nil, "JSONL `file` of prompts instead of the shipped ones (may be repeated)")
 	f.StringVar(&o.Model, "model", "", "Hugging Face `folder` of a Llama instead of the shipped checkpoint")
 	f.IntSliceVar(&o.AuxLayers, "aux-layers", nil, "decoder `layers` whose states are streamed, counted from 0, -1 for the embeddings (default 1,N/2-1,N-4)")
-	f.StringVar(&o.Store, "store", "mem", "where samples lie while the demo runs: mem, or a `directory`, from which they are removed at the end")
+	f.StringVar(&o.Store, "store", "", "where samples lie while the demo runs: mem, or a `directory`, from which they are removed at the end (default mem; with --processes, shared memory)")
+	f.BoolVar(&o.Processes, "processes", false, "make the producer and each consumer a process of its own, over one directory")
+	f.BoolVar(&o.Kill, "kill", false, "kill a consumer with SIGKILL in the middle of a batch, and let a new one go on; implies --processes")
 	f.IntVar(&o.Ranks, "ranks", 1, "data-parallel ranks, at most 64; with more than one the run deals out windows")
 	f.IntVar(&o.Batch, "batch", 4, "samples a rank and step, at most 1024")
 	f.Int64Var(&o.MaxTokens, "max-tokens", 384, "truncate rows to this many tokens")

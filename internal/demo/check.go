@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/stream"
@@ -32,18 +31,22 @@ func rowHash(ids, lossMask sluice.Tensor) [sha256.Size]byte {
 	return [sha256.Size]byte(h.Sum(nil))
 }
 
-// source notes every row on its way to the producer, and calls look when a row is asked for.
-func (b *books) source(s stream.Source, look func()) stream.Source {
+// noting is a source that tells note of every row on its way to the producer.
+func noting(s stream.Source, note func(ctx context.Context, row [sha256.Size]byte) error) stream.Source {
 	return stream.SourceFunc(func(ctx context.Context) (*sluice.PromptBatch, error) {
-		look()
 		batch, err := s.Next(ctx)
 		if err == nil && batch != nil {
-			b.mu.Lock()
-			b.rows[rowHash(batch.InputIDs, batch.LossMask)]++
-			b.mu.Unlock()
+			err = note(ctx, rowHash(batch.InputIDs, batch.LossMask))
 		}
 		return batch, err
 	})
+}
+
+// read notes a row that was read.
+func (b *books) read(row [sha256.Size]byte) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.rows[row]++
 }
 
 // acked notes a sample that was acknowledged. At-least-once delivery may do that twice; it counts once.
@@ -76,18 +79,20 @@ type checker struct {
 	auxLayers []int
 	store     sluice.Store
 	schema    *sluice.Schema
-	books     *books
-	tokens    *atomic.Int64
+	differs   string // the first difference that was found
+}
 
+// tally is what the consumer of a rank has done, or its successors, one after the other.
+type tally struct {
 	samples, steps int64
-	differs        string // the first difference that was found
+	differs        string
 }
 
 // seen is a sample that a step will acknowledge.
 type seen struct {
-	id     string
-	row    [sha256.Size]byte
-	tokens int64
+	ID     string            `json:"id"`
+	Row    [sha256.Size]byte `json:"row"`
+	Tokens int64             `json:"tokens"`
 }
 
 // check compares every sample of the batch with a forward of its own, bit for bit, and the batch with the samples. It returns what it saw, stand-ins
@@ -105,16 +110,6 @@ func (c *checker) check(ctx context.Context, batch *stream.Batch) ([]seen, error
 		}
 	}
 	return all, nil
-}
-
-// stepped notes that the trainer's step was acknowledged.
-func (c *checker) stepped(all []seen) {
-	c.steps++
-	for _, s := range all {
-		c.samples++
-		c.tokens.Add(s.tokens)
-		c.books.acked(s.id, s.row)
-	}
 }
 
 func (c *checker) checkSample(ctx context.Context, batch *stream.Batch, s *stream.BatchSample) (one seen, err error) {

@@ -1,14 +1,16 @@
-// Package demo is the main job of Sluice from end to end, on a real model, in one process: prompts go through a target into a store and a queue, and a consumer
+// Package demo is the main job of Sluice from end to end, on a real model, in one process or several: prompts go through a target into a store and a queue, and a consumer
 // checks every sample against a forward of its own before it acknowledges it. `sluice demo` is its command line.
 package demo
 
 import (
 	"context"
+	"crypto/sha256"
 	"embed"
 	"errors"
 	"fmt"
 	"io"
-	"path/filepath"
+	"log/slog"
+	"os"
 	"slices"
 	"sync/atomic"
 	"time"
@@ -33,11 +35,16 @@ type Options struct {
 	Prompts   []string         // JSONL files; those that ship with the project if empty
 	Model     string           // a Hugging Face folder with a Llama; the shipped checkpoint if empty
 	AuxLayers []int            // layers of the aux states, in "hf" numbering; the model's default if nil
-	Store     string           // "mem" (also if empty), or a directory in which the samples shall lie for the time of the demo
+	Store     string           // "mem", or a directory in which the samples shall lie for the time of the demo; if empty, mem, or with Processes one in shared memory
 	Ranks     int              // data-parallel ranks, at most 64; 1 if 0. With more than one the run deals out windows
 	Batch     int              // samples a rank and step, at most 1024; 4 if 0
 	MaxTokens int64            // rows are truncated here; 384 if 0, and never more than the model takes
 	MaxBytes  int64            // cap of the store; if 0, 8 MiB or twice what the consumers hold
+
+	// Processes makes the producer and each consumer a process of its own: this binary, started again with the arguments demo and [ChildCommand], at which it must call [Child].
+	Processes bool
+	// Kill implies Processes. A consumer is killed once in the middle of a batch, and a new one goes on.
+	Kill bool
 
 	// Warn is told in a line of what happened on the way and did not end it. It may be called from several goroutines.
 	Warn func(string)
@@ -54,6 +61,7 @@ type Result struct {
 	Consumed       int64            `json:"consumed"` // samples that a consumer checked and stepped on, stand-ins left out
 	Acked          int64            `json:"acked"`
 	Redelivered    int64            `json:"redelivered"`
+	Kills          int64            `json:"kills"`  // consumers that the demo killed
 	Padded         int64            `json:"padded"` // stand-ins in the last window
 	Dead           int64            `json:"dead"`
 	Lost           int64            `json:"lost"`    // rows read that were neither acknowledged, dead, nor refused
@@ -87,6 +95,7 @@ func (r *Result) Faults() []string {
 	check(r.Dead == 0, "%d samples became dead letters", r.Dead)
 	check(r.Parity == bitExact, "parity is broken: %s", r.Parity)
 	check(r.ResidentBytes == 0, "%d bytes are left in the store", r.ResidentBytes)
+	check(r.Redelivered >= r.Kills, "%d consumers were killed while they held samples, and %d samples came again", r.Kills, r.Redelivered)
 	check(r.Acked == r.Produced, "%d samples were produced and %d acknowledged", r.Produced, r.Acked)
 	if n := r.StepsPerRank; len(n) > 0 {
 		check(slices.Min(n) == slices.Max(n), "ranks made between %d and %d steps (leases ran out: the machine is too slow for so many ranks)", slices.Min(n), slices.Max(n))
@@ -113,7 +122,13 @@ func (o Options) withDefaults() (Options, error) {
 	if o.Algorithm == "" {
 		o.Algorithm = sluice.EAGLE3
 	}
-	if o.Store == "" {
+	o.Processes = o.Processes || o.Kill
+	switch {
+	case o.Processes && o.Store == "mem":
+		return o, &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: "--store", Detail: "is mem, which processes cannot share", Hint: "name a directory, or leave it out"}
+	case o.Processes && o.Store == "":
+		o.Store = sharedMemory()
+	case o.Store == "":
 		o.Store = "mem"
 	}
 	if o.Interval == 0 {
@@ -171,7 +186,7 @@ func Run(ctx context.Context, o Options) (result *Result, err error) {
 	defer closing(rows)
 
 	// A consumer acks at every step, so a cap that cannot hold a step's samples is refused here and not met as a deadlock later.
-	cfg := sluice.RunConfig{RunID: "demo", Schema: schema, StepsPerCheckpoint: 1, SamplesPerStep: o.Batch}
+	cfg := sluice.RunConfig{RunID: runID, Schema: schema, StepsPerCheckpoint: 1, SamplesPerStep: o.Batch}
 	if o.Ranks > 1 {
 		cfg.Windows = &sluice.Windows{Ranks: o.Ranks, PerRank: o.Batch, Prefetch: 1}
 	}
@@ -191,11 +206,14 @@ func Run(ctx context.Context, o Options) (result *Result, err error) {
 	}
 	cfg.Caps = sluice.Caps{MaxBytes: o.MaxBytes}
 
-	store, cleanUp, err := openStore(o.Store, cfg.Caps)
+	store, dir, err := openStore(o.Store, cfg.Caps)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, cleanUp()) }()
+	defer func() { err = errors.Join(err, store.Close(), dir.remove()) }()
+	if o.Processes {
+		return runProcesses(ctx, &o, cfg, info, store, dir)
+	}
 	return run(ctx, &o, cfg, model, rows, store)
 }
 
@@ -218,7 +236,7 @@ func openPrompts(o *Options, model *tinyllama.Model, schema *sluice.Schema) (*pr
 
 // largestSample is the size of a sample of the longest row.
 func largestSample(o *Options, target sluice.Target, schema *sluice.Schema) (int64, error) {
-	p, err := stream.NewProducer(stream.ProducerConfig{Target: target, Store: noStore{}, Schema: schema, AuxLayers: o.AuxLayers, RunID: "demo"})
+	p, err := stream.NewProducer(stream.ProducerConfig{Target: target, Store: noStore{}, Schema: schema, AuxLayers: o.AuxLayers, RunID: runID})
 	if err != nil {
 		return 0, err
 	}
@@ -234,40 +252,53 @@ type noStore struct{ sluice.Store }
 
 func (noStore) URI() string { return "none:" }
 
-// openStore opens the store and returns how to close it and leave nothing behind.
-func openStore(where string, caps sluice.Caps) (sluice.ClaimStore, func() error, error) {
+// openStore opens the store, and the folder that it is in, which is nil if it is in none.
+func openStore(where string, caps sluice.Caps) (sluice.ClaimStore, *folder, error) {
 	if where == "mem" {
 		s, err := memstore.New(&memstore.Options{Caps: caps})
-		if err != nil {
-			return nil, nil, err
-		}
-		return s, s.Close, nil
+		return s, nil, err
 	}
 	dir, err := newFolder(where)
 	if err != nil {
 		return nil, nil, err
 	}
-	s, err := dirstore.Open(filepath.Join(dir.path, "store"), &dirstore.Options{Caps: caps})
+	s, err := dirstore.Open(dir.store(), &dirstore.Options{Caps: caps, Logger: quiet()})
 	if err != nil {
 		return nil, nil, errors.Join(err, dir.remove())
 	}
-	return s, func() error { return errors.Join(s.Close(), dir.remove()) }, nil
+	return s, dir, nil
+}
+
+// quiet is a logger that does not write into the display what is as it should be, such as the end of a session that was killed.
+func quiet() *slog.Logger {
+	return slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 }
 
 // session is a demo that runs.
 type session struct {
-	o        *Options
-	model    *tinyllama.Model
-	rows     *prompt.Reader
-	store    sluice.ClaimStore
-	queue    *queue.Queue
-	pipeline *stream.Pipeline
-	books    *books
-	checks   []*checker // one a rank
+	o     *Options
+	info  sluice.TargetInfo
+	store sluice.ClaimStore
+	queue *queue.Queue
+	read  func() prompt.Stats
+	books *books
+	ranks []*tally
 
-	start  time.Time
-	tokens atomic.Int64 // consumed
-	peak   atomic.Int64 // bytes used
+	start   time.Time
+	tokens  atomic.Int64 // consumed
+	peak    atomic.Int64 // bytes used
+	refused int64        // rows that were not admitted
+	kills   int64
+}
+
+func newSession(ctx context.Context, o *Options, cfg sluice.RunConfig, info sluice.TargetInfo, store sluice.ClaimStore) (*session, error) {
+	s := &session{o: o, info: info, store: store, books: newBooks(), start: time.Now()}
+	for range o.Ranks {
+		s.ranks = append(s.ranks, &tally{})
+	}
+	var err error
+	s.queue, err = queue.Open(ctx, cfg, store, nil)
+	return s, err
 }
 
 // look notes how full the store is.
@@ -279,49 +310,80 @@ func (s *session) look() {
 	}
 }
 
+// row notes a row that was read.
+func (s *session) row(row [sha256.Size]byte) {
+	s.look()
+	s.books.read(row)
+}
+
+// stepped notes that a step of the rank was acknowledged.
+func (s *session) stepped(rank int, all []seen) {
+	t := s.ranks[rank]
+	t.steps++
+	for _, one := range all {
+		t.samples++
+		s.tokens.Add(one.Tokens)
+		s.books.acked(one.ID, one.Row)
+	}
+}
+
 func (s *session) event(e stream.Event) {
 	if e.Kind != stream.NotAdmitted { // those are counted
 		s.o.Warn(e.String())
 	}
 }
 
+func newProducer(target sluice.Target, store sluice.Store, q sluice.Queue, schema *sluice.Schema, o *Options) (*stream.Producer, error) {
+	return stream.NewProducer(stream.ProducerConfig{Target: target, Store: store, Queue: q, Schema: schema, AuxLayers: o.AuxLayers, RunID: runID})
+}
+
+func newLoader(store sluice.Store, q sluice.Queue, schema *sluice.Schema, o *Options, rank int, incarnation int64, event func(stream.Event)) (*stream.Loader, error) {
+	return stream.NewLoader(stream.LoaderConfig{
+		Queue: q, Store: store, Schema: schema, Batch: o.Batch, Ack: stream.AckOnStep, OnEvent: event,
+		Consumer: sluice.Consumer{Name: trainer(rank), Rank: rank, Incarnation: incarnation},
+	})
+}
+
+func trainer(rank int) string { return fmt.Sprintf("trainer-%d", rank) }
+
+const runID = "demo"
+
 func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama.Model, rows *prompt.Reader, store sluice.ClaimStore) (result *Result, err error) {
-	s := &session{o: o, model: model, rows: rows, store: store, books: newBooks(), start: time.Now()}
-	if s.queue, err = queue.Open(ctx, cfg, store, nil); err != nil {
-		return nil, err
-	}
-	lasting := context.WithoutCancel(ctx) // an interrupt must not keep anything from being given back
-	defer func() { err = errors.Join(err, s.queue.Stop(lasting)) }()
-	producer, err := stream.NewProducer(stream.ProducerConfig{Target: model, Store: store, Queue: s.queue, Schema: cfg.Schema, AuxLayers: o.AuxLayers, RunID: cfg.RunID})
+	s, err := newSession(ctx, o, cfg, model.Info(), store)
 	if err != nil {
 		return nil, err
 	}
-	if s.pipeline, err = stream.NewPipeline(producer, s.queue, s.books.source(rows, s.look), &stream.PipelineOptions{OnEvent: s.event}); err != nil {
+	s.read = rows.Stats
+	lasting := context.WithoutCancel(ctx) // an interrupt must not keep anything from being given back
+	defer func() { err = errors.Join(err, s.queue.Stop(lasting)) }()
+	producer, err := newProducer(model, store, s.queue, cfg.Schema, o)
+	if err != nil {
+		return nil, err
+	}
+	source := noting(rows, func(_ context.Context, row [sha256.Size]byte) error { s.row(row); return nil })
+	pipeline, err := stream.NewPipeline(producer, s.queue, source, &stream.PipelineOptions{OnEvent: s.event})
+	if err != nil {
 		return nil, err
 	}
 
 	loaders := make([]*stream.Loader, o.Ranks)
 	for rank := range loaders {
-		loaders[rank], err = stream.NewLoader(stream.LoaderConfig{
-			Queue: s.queue, Store: store, Schema: cfg.Schema, Batch: o.Batch, Ack: stream.AckOnStep, OnEvent: s.event,
-			Consumer: sluice.Consumer{Name: fmt.Sprintf("trainer-%d", rank), Rank: rank},
-		})
-		if err != nil {
+		if loaders[rank], err = newLoader(store, s.queue, cfg.Schema, o, rank, 0, s.event); err != nil {
 			return nil, err
 		}
 	}
 
 	work, stop := context.WithCancel(ctx)
 	defer stop()
-	if err := s.pipeline.Start(work); err != nil {
+	if err := pipeline.Start(work); err != nil {
 		return nil, err
 	}
 	var consumers errgroup.Group // they end when the stream does, or with work
-	for _, loader := range loaders {
-		c := &checker{target: model, auxLayers: o.AuxLayers, store: store, schema: cfg.Schema, books: s.books, tokens: &s.tokens}
-		s.checks = append(s.checks, c)
+	for rank, loader := range loaders {
+		c := &checker{target: model, auxLayers: o.AuxLayers, store: store, schema: cfg.Schema}
 		consumers.Go(func() error {
-			err := consume(work, loader, c)
+			err := consume(work, loader, c, nil, func(_ context.Context, all []seen) error { s.stepped(rank, all); return nil })
+			s.ranks[rank].differs = c.differs
 			if err != nil {
 				stop() // neither the producer nor another rank must wait for one that is gone
 			}
@@ -331,7 +393,14 @@ func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama
 	consumed := s.watch(lasting, consumers.Wait)
 	seconds := time.Since(s.start).Seconds()
 	// The consumers are through, or one has failed. Either way the pipeline has nothing left to do; Stop tells what had ended it.
-	produced := s.pipeline.Stop(lasting)
+	produced := pipeline.Stop(lasting)
+	s.refused = pipeline.Stats().NotAdmitted
+	return s.finish(ctx, produced, consumed, seconds)
+}
+
+// finish says what came of it when producer and consumers have ended.
+func (s *session) finish(ctx context.Context, produced, consumed error, seconds float64) (*Result, error) {
+	lasting := context.WithoutCancel(ctx)
 	if err := s.report(lasting, true); err != nil {
 		return nil, err
 	}
@@ -371,9 +440,9 @@ func (s *session) report(ctx context.Context, done bool) error {
 	}
 	s.look()
 	if s.o.Progress != nil {
-		read := s.rows.Stats()
+		read := s.read()
 		s.o.Progress(Snapshot{
-			Options: *s.o, Model: s.model.Info(), Status: status, Elapsed: time.Since(s.start), Tokens: s.tokens.Load(), Done: done,
+			Options: *s.o, Model: s.info, Status: status, Elapsed: time.Since(s.start), Tokens: s.tokens.Load(), Done: done,
 			Read: float64(read.Bytes) / float64(max(read.EpochBytes, 1)),
 		})
 	}
@@ -385,12 +454,11 @@ func (s *session) result(ctx context.Context, seconds float64) (*Result, error) 
 	if err != nil {
 		return nil, err
 	}
-	refused := s.pipeline.Stats().NotAdmitted
-	read := s.rows.Stats()
+	read := s.read()
 	r := &Result{
-		Algorithm: s.o.Algorithm, Model: s.model.Info().Name,
-		Produced: status.Put, Acked: status.Acked, Redelivered: status.Redelivered, Padded: status.Padded, Dead: status.DeadTotal,
-		Lost: s.books.open() - refused - status.DeadTotal, Skipped: refused, Truncated: read.Truncated,
+		Algorithm: s.o.Algorithm, Model: s.info.Name,
+		Produced: status.Put, Acked: status.Acked, Redelivered: status.Redelivered, Kills: s.kills, Padded: status.Padded, Dead: status.DeadTotal,
+		Lost: s.books.open() - s.refused - status.DeadTotal, Skipped: s.refused, Truncated: read.Truncated,
 		ResidentBytes: s.store.Health().ResidentBytes, PeakBytes: s.peak.Load(), MaxBytes: s.o.MaxBytes, Parity: bitExact,
 		Bytes: status.BytesAcked, Tokens: s.tokens.Load(), Seconds: seconds,
 		ProducerPaused: status.ProducerPaused.Seconds(), ConsumerWaited: status.ConsumerWaited.Seconds(), Bottleneck: status.Bottleneck(),
@@ -401,11 +469,11 @@ func (s *session) result(ctx context.Context, seconds float64) (*Result, error) 
 	if seconds > 0 {
 		r.SamplesPerS, r.TokensPerS, r.GBPerS = float64(r.Acked)/seconds, float64(r.Tokens)/seconds, float64(r.Bytes)/1e9/seconds
 	}
-	for _, c := range s.checks {
-		r.Consumed += c.samples
-		r.StepsPerRank = append(r.StepsPerRank, c.steps)
-		if r.Parity == bitExact && c.differs != "" {
-			r.Parity = c.differs
+	for _, t := range s.ranks {
+		r.Consumed += t.samples
+		r.StepsPerRank = append(r.StepsPerRank, t.steps)
+		if r.Parity == bitExact && t.differs != "" {
+			r.Parity = t.differs
 		}
 	}
 	if n := s.books.unknown(); r.Parity == bitExact && n > 0 {
@@ -414,8 +482,8 @@ func (s *session) result(ctx context.Context, seconds float64) (*Result, error) 
 	return r, nil
 }
 
-// consume is a trainer: it pulls batches, checks them, steps, and only then lets the samples go.
-func consume(ctx context.Context, loader *stream.Loader, c *checker) error {
+// consume is a trainer: it pulls batches, checks them, steps, and only then lets the samples go. It calls checked, if that is not nil, before it steps, and stepped afterwards.
+func consume(ctx context.Context, loader *stream.Loader, c *checker, checked func(context.Context) error, stepped func(context.Context, []seen) error) error {
 	err := func() error {
 		for {
 			batch, err := loader.Next(ctx)
@@ -429,10 +497,17 @@ func consume(ctx context.Context, loader *stream.Loader, c *checker) error {
 			if err != nil {
 				return err
 			}
+			if checked != nil {
+				if err := checked(ctx); err != nil {
+					return err
+				}
+			}
 			if err := loader.Step(ctx); err != nil {
 				return err
 			}
-			c.stepped(all)
+			if err := stepped(ctx, all); err != nil {
+				return err
+			}
 		}
 	}()
 	return errors.Join(err, loader.CloseWithError(context.WithoutCancel(ctx), err))

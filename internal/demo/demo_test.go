@@ -4,10 +4,14 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
+	"fmt"
 	"os"
+	"os/signal"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -19,7 +23,33 @@ import (
 	"github.com/sluice-ml/sluice/target/tinyllama"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if slices.Equal(os.Args[1:], childArgs) {
+		ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+		defer stop()
+		if err := Child(ctx); err != nil {
+			panic(err)
+		}
+		return
+	}
+	if dir := os.Getenv(parentOver); dir != "" {
+		parentMain(dir)
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// parentOver names the variable that makes the test binary a demo of several processes over the directory that it says.
+const parentOver = "SLUICE_TEST_DEMO_OVER"
+
+func parentMain(dir string) {
+	_, err := Run(context.Background(), Options{Store: dir, Processes: true, Interval: 10 * time.Millisecond, Progress: func(s Snapshot) {
+		if s.Status.Acked > 0 {
+			fmt.Println("flows") // from now on it can be killed
+		}
+	}})
+	fmt.Fprintln(os.Stderr, err)
+	os.Exit(1)
+}
 
 const tiny = "../../target/tinyllama/testdata/tiny-untied"
 
@@ -124,7 +154,7 @@ func TestResultNamesEveryFault(t *testing.T) {
 	}
 	for name, spoil := range map[string]func(*Result){
 		"lost": func(r *Result) { r.Lost = 1 }, "dead": func(r *Result) { r.Dead = 1 }, "parity": func(r *Result) { r.Parity = "x" },
-		"resident": func(r *Result) { r.ResidentBytes = 1 }, "unacked": func(r *Result) { r.Acked = 4 }, "steps": func(r *Result) { r.StepsPerRank = []int64{2, 3} },
+		"never came again": func(r *Result) { r.Kills = 1 }, "resident": func(r *Result) { r.ResidentBytes = 1 }, "unacked": func(r *Result) { r.Acked = 4 }, "steps": func(r *Result) { r.StepsPerRank = []int64{2, 3} },
 	} {
 		r := good
 		spoil(&r)

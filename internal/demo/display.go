@@ -72,7 +72,7 @@ func rates(s Snapshot) (samples, tokens, gb float64) {
 func plainLine(s Snapshot) string {
 	st := &s.Status
 	samples, tokens, gb := rates(s)
-	line := fmt.Sprintf("%5.1fs  %3.0f%% read  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
+	line := fmt.Sprintf("%5.1fs  %3.0f%% read  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident and reserved %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
 		s.Elapsed.Seconds(), 100*s.Read, st.Put, st.Acked, samples, tokens, gb, Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes),
 		Size(st.Health.Caps.LowWatermarkBytes), Size(st.Health.Caps.HighWatermarkBytes), st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered)
 	if st.Dead > 0 {
@@ -110,7 +110,7 @@ func panel(s Snapshot, width int) []string {
 		fmt.Sprintf("%.1f samples/s   %.0f tokens/s   %.4f GB/s", samples, tokens, gb),
 		gauge(st.Health, max(width-2, 1)),
 		marks(st.Health, max(width-2, 1)),
-		fmt.Sprintf("resident %s of %s   gate %s", Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes), state),
+		fmt.Sprintf("resident and reserved %s of %s   gate %s", Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes), state),
 		fmt.Sprintf("redelivered %d   dead %d   producer paused %.1f s   consumer waited %.1f s", st.Redelivered, st.Dead, st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds()),
 	}
 	for i, l := range lines {
@@ -183,6 +183,9 @@ func (r *Result) Summary() string {
 		fmt.Fprintf(&b, "parity      BROKEN: %s\n", r.Parity)
 	}
 	fmt.Fprintf(&b, "accounts    produced %d, acked %d, lost %d, dead %d, redelivered %d, left in the store %s", r.Produced, r.Acked, r.Lost, r.Dead, r.Redelivered, Size(r.ResidentBytes))
+	if r.Kills > 0 {
+		fmt.Fprintf(&b, ", consumers killed %d", r.Kills)
+	}
 	if r.Padded > 0 {
 		fmt.Fprintf(&b, ", stand-ins in the last window %d", r.Padded)
 	}

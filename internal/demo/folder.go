@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -84,7 +85,14 @@ func globQuote(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
+// store is where the store is in it.
+func (f *folder) store() string { return filepath.Join(f.path, "store") }
+
+// remove removes it. A nil folder is none.
 func (f *folder) remove() error {
+	if f == nil {
+		return nil
+	}
 	var err error
 	if f.path != "" {
 		err = os.RemoveAll(f.path)
@@ -96,4 +104,34 @@ func (f *folder) remove() error {
 		err = errors.Join(err, os.Remove(f.parent))
 	}
 	return err
+}
+
+// sharedMemory is where the samples of a demo of several processes lie if nobody says where.
+func sharedMemory() string {
+	const tmpfs = "/dev/shm"
+	if unix.Access(tmpfs, unix.W_OK) == nil {
+		return tmpfs
+	}
+	return os.TempDir()
+}
+
+// removeOrphaned removes the folder of a demo that was killed, for its children, which outlive it by a moment. It does nothing if the demo, which is process pid, lives.
+func removeOrphaned(path, parent string, pid int) {
+	for try := range 100 {
+		d, err := lock(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			if parent != "" {
+				_ = os.Remove(parent) // unless there is something in it
+			}
+			return
+		case err == nil:
+			_ = os.RemoveAll(path) // what it leaves, since another child is not through, is removed in the next round
+			_ = d.Close()
+			continue
+		case try > 2 && os.Getppid() == pid: // the lock and this relation end at about the same time
+			return
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
 }
