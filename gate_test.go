@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -91,10 +92,10 @@ func (g *Gate) reserveAsync(ctx context.Context, bytes int64) chan error {
 func TestGateRefusesWhatCanNeverFit(t *testing.T) {
 	g := NewGate(newRoom(Caps{MaxBytes: 100}), nil)
 	_, err := g.Reserve(context.Background(), 101)
-	if !errors.Is(err, ErrFull) {
+	if !errors.Is(err, ErrFull) || !strings.Contains(err.Error(), "a sample of 101 bytes") || !strings.Contains(err.Error(), "the cap of 100 bytes") {
 		t.Errorf("101 bytes under a cap of 100: %v", err)
 	}
-	if _, err := g.Reserve(context.Background(), -1); !errors.Is(err, ErrInvalid) {
+	if _, err := g.Reserve(context.Background(), -1); !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), "-1 bytes, want 0 or more") {
 		t.Errorf("-1 bytes: %v", err)
 	}
 	if _, err := g.Reserve(context.Background(), 100); err != nil {

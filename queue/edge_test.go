@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -318,5 +319,129 @@ func TestSetVersionsKeepsNoSliceOfTheCaller(t *testing.T) {
 	targets[0] = "other"
 	if got := f.q.header().Targets; !slices.Equal(got, []string{"0"}) {
 		t.Errorf("the gates became %v", got)
+	}
+}
+
+func TestSetVersionsRefusesADraftVersionThatIsNoNumber(t *testing.T) {
+	f := newFixture(t, func(c *sluice.RunConfig) { c.MinDraftVersion = "3" }, nil)
+	for _, bad := range []string{"v2", "-1", "1.5", "99999999999999999999999"} {
+		err := f.q.SetVersions(bg, []string{"7"}, bad)
+		if !errors.Is(err, sluice.ErrInvalid) || !strings.Contains(err.Error(), fmt.Sprintf("%q", bad)) || !strings.Contains(err.Error(), "wants an unsigned integer") {
+			t.Errorf("%q: %v", bad, err)
+		}
+	}
+	if h := f.q.header(); h.MinDraft != "3" || len(h.Targets) > 0 {
+		t.Errorf("a refused call left the gates at %q, %v", h.MinDraft, h.Targets)
+	}
+}
+
+// drafted puts one sample for each of the draft versions, d and the version its id.
+func (f *fixture) drafted(want sluice.PutStatus, versions ...string) {
+	f.t.Helper()
+	for _, v := range versions {
+		ref := queuetest.NewRef(f.store.URI(), "r1", "d"+v, 100, func(r *sluice.RefFields) { r.DraftWeightVersion = v })
+		if err := f.store.Add(ref, sluice.Reservation{}); err != nil {
+			f.t.Fatal(err)
+		}
+		if st, err := f.q.Put(bg, sluice.PutRequest{Ref: ref}); err != nil || st != want {
+			f.t.Fatalf("put of draft version %s: %q, %v, want %q", v, st, err, want)
+		}
+	}
+}
+
+// minDraft sets the least draft version and nothing else.
+func (f *fixture) minDraft(v string) {
+	f.t.Helper()
+	if err := f.q.SetVersions(bg, nil, v); err != nil {
+		f.t.Fatal(err)
+	}
+}
+
+func (f *fixture) wantGated(gated, resident int64) {
+	f.t.Helper()
+	if s, err := f.q.Status(bg); err != nil || s.Gated != gated || s.Health.ResidentSamples != resident {
+		f.t.Errorf("%d gated and %d resident, %v, want %d and %d", s.Gated, s.Health.ResidentSamples, err, gated, resident)
+	}
+}
+
+func TestALaterDraftMinimumIsCheckedBeforeALease(t *testing.T) {
+	j := &memJournal{}
+	f := newFixture(t, nil, &Options{Journal: j})
+	f.drafted(sluice.Enqueued, "0", "3", "1", "10", "2")
+	leased := f.acquire(alice, 1)
+	f.minDraft("3")
+	if got := ids(f.acquire(alice, 1)); got != "d3 " {
+		t.Errorf("leased %q, want d3", got)
+	}
+	if got := ids(f.acquire(alice, 9)); got != "d10 " {
+		t.Errorf("leased %q, want d10, which is more than 3", got)
+	}
+	f.wantGated(2, 3) // d0 was leased before, and stays
+	if res := f.settle(alice, sluice.Ack, leased...); res[0].Status != sluice.Settled {
+		t.Errorf("the lease from before: %+v", res[0])
+	}
+	f.drafted(sluice.Gated, "2")
+	f.q.settleJournal()
+	f.q.Stop(bg)
+	f.q = newQueue(t, f.cfg, f.store, &Options{Journal: j})
+	f.drafted(sluice.Gated, "1")
+	f.drafted(sluice.Enqueued, "4")
+	f.minDraft("") // any
+	f.drafted(sluice.Enqueued, "1")
+	f.q.Stop(bg)
+}
+
+func TestALaterDraftMinimumIsCheckedBeforeAWindow(t *testing.T) {
+	f := newFixture(t, func(c *sluice.RunConfig) {
+		c.LargestSample, c.Windows = 100, &sluice.Windows{Ranks: 1, PerRank: 2}
+	}, nil)
+	f.drafted(sluice.Enqueued, "0", "1", "2")
+	f.minDraft("3")
+	first := f.acquire(alice, 9)
+	if got := ids(first); got != "d0 d1 " {
+		t.Errorf("leased %q, want d0 d1: their window is from before", got)
+	}
+	f.drafted(sluice.Enqueued, "3")
+	f.settle(alice, sluice.Ack, first...)
+	if got := ids(f.acquire(alice, 9)); got != "" {
+		t.Errorf("leased %q, want nothing: d3 alone is no window", got)
+	}
+	f.drafted(sluice.Enqueued, "10")
+	if got := ids(f.acquire(alice, 9)); got != "d3 d10 " {
+		t.Errorf("leased %q, want d3 d10", got)
+	}
+	f.wantGated(1, 2)
+}
+
+// takeoverStore lets a successor come in the moment in which room is granted.
+type takeoverStore struct {
+	*queuetest.Store
+	granted func()
+}
+
+func (s *takeoverStore) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, error) {
+	r, err := s.Store.Reserve(ctx, bytes)
+	s.granted()
+	return r, err
+}
+
+func TestRoomGrantedToASupersededProducerIsGivenBack(t *testing.T) {
+	store := &takeoverStore{Store: queuetest.NewStore(roomy)}
+	q, err := Open(bg, sluice.RunConfig{RunID: "r1", Schema: queuetest.Schema(), Caps: roomy}, store, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer q.Stop(bg)
+	store.granted = func() {
+		if err := q.Report(bg, sluice.ProducerReport{Producer: sluice.Producer{Name: "p0", Incarnation: 1}, State: sluice.ProducerRunning}); err != nil {
+			t.Error(err)
+		}
+	}
+	r, err := q.Reserve(bg, sluice.ReserveRequest{Producer: sluice.Producer{Name: "p0"}, Bytes: 10})
+	if !errors.Is(err, sluice.ErrStale) || !strings.Contains(err.Error(), `"p0": the producer was superseded`) || r != (sluice.Reservation{}) {
+		t.Errorf("got %+v, %v", r, err)
+	}
+	if h := store.Health(); h.ReservedSamples != 0 || h.ReservedBytes != 0 {
+		t.Errorf("its room leaks: %+v", h)
 	}
 }

@@ -90,6 +90,7 @@ func Run(t *testing.T, h Harness) {
 		{"a rank that a reshape took away is refused", twoRanks(1, 0, false), reshapedAway},
 		{"put_blocks_until_below waits at the gate, but not while consumers starve", func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, putBlocks},
 		{"a reservation waits for room and is granted when it comes", func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, reserveWaits},
+		{"a producer that was superseded gets no reservation", func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, reserveSuperseded},
 		{"status counts", nil, status},
 	}
 	for _, c := range claims {
@@ -157,6 +158,17 @@ func (b *bench) fails(err error, want error) {
 	b.t.Helper()
 	if !errors.Is(err, want) {
 		b.t.Fatalf("got %v, want %v", err, want)
+	}
+}
+
+// refused is fails for those who want to read the reason too.
+func (b *bench) refused(err error, want error, reasons ...string) {
+	b.t.Helper()
+	b.fails(err, want)
+	for _, r := range reasons {
+		if !strings.Contains(err.Error(), r) {
+			b.t.Errorf("%q does not say %q", err, r)
+		}
 	}
 }
 
@@ -445,7 +457,7 @@ func putAgain(b *bench) {
 	again(sluice.AlreadyPut)
 	other := NewRef(b.store.URI(), "r1", "s0", 100, nil)
 	_, err := b.q.Put(b.ctx, sluice.PutRequest{Ref: other})
-	b.fails(err, sluice.ErrDuplicate)
+	b.refused(err, sluice.ErrDuplicate, `"s0"`, "is here in generation "+ref.Generation(), "not "+other.Generation())
 	ls := b.leased(ann, 1, "s0")
 	again(sluice.AlreadyPut)
 	b.settled(ann, sluice.Ack, ls...)
@@ -466,19 +478,23 @@ func putAgain(b *bench) {
 }
 
 func foreignRefs(b *bench) {
-	put := func(run, store string, edit func(*sluice.RefFields), want error) {
+	put := func(run, store string, edit func(*sluice.RefFields), want error, reasons ...string) {
 		b.t.Helper()
-		_, err := b.q.Put(b.ctx, sluice.PutRequest{Ref: NewRef(store, run, "x", 1, edit)})
-		b.fails(err, want)
-		if err != nil && !strings.Contains(err.Error(), "x") {
-			b.t.Errorf("%v does not name the sample", err)
-		}
+		_, err := b.q.Put(b.ctx, sluice.PutRequest{Ref: NewRef(store, run, "guest", 1, edit)})
+		b.refused(err, want, append(reasons, `"guest"`)...)
 	}
-	put("r2", b.store.URI(), nil, sluice.ErrInvalid)
-	put("r1", "mem:elsewhere", nil, sluice.ErrInvalid)
-	put("r1", b.store.URI(), func(f *sluice.RefFields) { f.SchemaVersion = 2 }, sluice.ErrSchema)
+	put("r2", b.store.URI(), nil, sluice.ErrInvalid, `made for run "r2"`, `the queue of "r1"`)
+	put("r1", "mem:elsewhere", nil, sluice.ErrInvalid, `in the store "mem:elsewhere"`, fmt.Sprintf("store is %q", b.store.URI()))
+	schema := func(edit func(*sluice.RefFields), reasons ...string) {
+		b.t.Helper()
+		put("r1", b.store.URI(), edit, sluice.ErrSchema, reasons...)
+	}
+	schema(func(f *sluice.RefFields) { f.SchemaVersion = 2 }, "of bytes version 2", "want bytes version 1")
+	schema(func(f *sluice.RefFields) { f.Algorithm = "bits" }, "of bits version 1", "want bytes version 1")
+	schema(func(f *sluice.RefFields) { f.Features[0].DType = sluice.UInt8 }, `feature "x" is uint8`, "want one of [bool]")
+	schema(func(f *sluice.RefFields) { f.Features[0].Name = "y" }, `lacks the required feature "x"`)
 	_, err := b.q.Put(b.ctx, sluice.PutRequest{})
-	b.fails(err, sluice.ErrInvalid)
+	b.refused(err, sluice.ErrInvalid, "the ref is empty")
 	if s := b.status(); s.Put != 0 || s.Pending != 0 {
 		b.t.Errorf("a refused put left %+v", s)
 	}
@@ -1019,8 +1035,10 @@ func tailDropped(b *bench) {
 func reshape(b *bench) {
 	b.put(4)
 	ls := b.leased(rank(0), 1, "s0")
-	b.fails(b.q.Reshape(b.ctx, 1, 1), sluice.ErrConflict)
-	b.settled(rank(0), sluice.Ack, ls...)
+	ls = append(ls, b.leased(rank(1), 1, "s1")...)
+	b.refused(b.q.Reshape(b.ctx, 1, 1), sluice.ErrConflict, "2 leases are out", "settle or return them")
+	b.settled(rank(0), sluice.Ack, ls[0])
+	b.settled(rank(1), sluice.Return, ls[1])
 	b.ok(b.q.Reshape(b.ctx, 1, 3))
 	ls = b.leased(rank(0), 9, "s1", "s2", "s3")
 	if w := ls[0].Window; w.Number != 1 {
@@ -1032,9 +1050,13 @@ func reshape(b *bench) {
 func reshapedAway(b *bench) {
 	b.put(2)
 	b.settled(rank(1), sluice.Ack, b.leased(rank(1), 1, "s1")...)
+	waits := b.waiting(b.ctx, rank(1), -1)
 	b.ok(b.q.Reshape(b.ctx, 1, 1))
+	b.refused(b.got(waits).err, sluice.ErrInvalid, `"rank1"`, "rank is 1", "reshaped to 1 ranks")
 	_, err := b.q.Acquire(b.ctx, sluice.AcquireRequest{Consumer: rank(1)})
-	b.fails(err, sluice.ErrInvalid)
+	b.refused(err, sluice.ErrInvalid, `"rank1"`, "rank is 1", "reshaped to 1 ranks")
+	_, err = b.q.Acquire(b.ctx, sluice.AcquireRequest{Consumer: rank(2)}) // it was never here
+	b.refused(err, sluice.ErrInvalid, `"rank2"`, "rank is 2", "has 1 ranks")
 	b.leased(rank(0), 1, "s0")
 }
 
@@ -1077,7 +1099,7 @@ func putBlocks(b *bench) {
 
 func reserveWaits(b *bench) {
 	_, err := b.q.Reserve(b.ctx, sluice.ReserveRequest{Bytes: 1001})
-	b.fails(err, sluice.ErrFull)
+	b.refused(err, sluice.ErrFull, "1001 bytes", "cap of 1000 bytes")
 	b.put(10)
 	ls := b.acquire(ann, 10)
 	ch := make(chan error, 1)
@@ -1097,6 +1119,27 @@ func reserveWaits(b *bench) {
 	case <-time.After(patience):
 		b.t.Fatal("not granted at the low mark")
 	}
+}
+
+func reserveSuperseded(b *bench) {
+	b.put(10)
+	p := sluice.Producer{Name: "p0", Incarnation: 3}
+	ch := make(chan error, 1)
+	go func() {
+		_, err := b.q.Reserve(b.ctx, sluice.ReserveRequest{Producer: p, Bytes: 500})
+		ch <- err
+	}()
+	b.until(func() bool { return b.status().ProducersWaiting == 1 })
+	newer := sluice.Producer{Name: "p0", Incarnation: 7}
+	b.ok(b.q.Report(b.ctx, sluice.ProducerReport{Producer: newer, State: sluice.ProducerRunning}))
+	select {
+	case err := <-ch:
+		b.refused(err, sluice.ErrStale, `"p0"`, "incarnation 3 was superseded by 7")
+	case <-time.After(patience):
+		b.t.Fatal("the reserve of the old incarnation waits on")
+	}
+	_, err := b.q.Reserve(b.ctx, sluice.ReserveRequest{Producer: p, Bytes: 500})
+	b.refused(err, sluice.ErrStale, `"p0"`, "incarnation 3 was superseded by 7")
 }
 
 func status(b *bench) {

@@ -243,7 +243,7 @@ func (s *Store) createLedger() error {
 		return sysError("open", s.dir, "write the ledger", err)
 	}
 	if s.opts.Durability == Power {
-		if err := errors.Join(unix.Fsync(fd), unix.Fsync(s.dirfd)); err != nil {
+		if err := errors.Join(s.sync(fd), s.sync(s.dirfd)); err != nil {
 			return sysError("open", s.dir, "sync the ledger", err)
 		}
 	}

@@ -340,7 +340,7 @@ func (s *Store) writeSample(id string, p staged, layout *safetensors.Layout, fea
 	}
 	s.hooks.reach("written")
 	if s.opts.Durability == Power {
-		if err := f.Sync(); err != nil {
+		if err := s.sync(fd); err != nil {
 			return 0, false, sysError("put", id, "sync the file", err)
 		}
 	}
@@ -368,11 +368,22 @@ func (s *Store) writeSample(id string, p staged, layout *safetensors.Layout, fea
 		return 0, true, sysError("put", id, "unlink the scratch name", err)
 	}
 	if s.opts.Durability == Power {
-		if err := unix.Fsync(s.dirfd); err != nil {
+		if err := s.sync(s.dirfd); err != nil {
 			return 0, true, sysError("put", id, "sync the directory", err)
 		}
 	}
 	return st.Ino, true, nil
+}
+
+func (s *Store) sync(fd int) error {
+	if f := s.hooks.sync; f != nil {
+		return f(fd)
+	}
+	for {
+		if err := unix.Fsync(fd); err != unix.EINTR {
+			return err
+		}
+	}
 }
 
 // scratchFile opens the put's scratch file with room for size bytes: one from the pool if it has one that nobody can have mapped, or a fresh one.

@@ -78,6 +78,8 @@ type hooks struct {
 	room    func() int64
 	// forceReuse recycles files that are mapped, against what the ledger says; noLocks takes no lock on samples. They show what either is for.
 	forceReuse, noLocks bool
+	// sync is called instead of fsync.
+	sync func(fd int) error
 	// at is called at named points of a put.
 	at func(point string)
 	// die is called at many points of every change of the ledger, and may panic.
