@@ -158,8 +158,11 @@ func TestResidencyIsTrueAcrossSessions(t *testing.T) {
 }
 
 func TestSessionsLeaveNoDescriptorsBehind(t *testing.T) { // not parallel: it counts those of the process
-	before := openFDs(t)
-	for range 20 {
+	before := 0
+	for round := range 21 {
+		if round == 1 { // the first round is the runtime's: it opens its poller with the first file that can be polled
+			before = openFDs(t)
+		}
 		s := mustOpen(t, shm(t), &Options{Caps: sluice.Caps{MaxBytes: 10 << 20}})
 		stop := s.OnFreed(func() {})
 		ref := mustPut(t, s, "a", 1, victimSample)
@@ -169,7 +172,7 @@ func TestSessionsLeaveNoDescriptorsBehind(t *testing.T) { // not parallel: it co
 		}
 		ts := mustGet(t, s, ref)
 		must(t, s.Close())
-		if openFDs(t) == before {
+		if round > 0 && openFDs(t) == before {
 			t.Fatal("the session ended while its tensors are out")
 		}
 		stop()
