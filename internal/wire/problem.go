@@ -1,0 +1,101 @@
+package wire
+
+import (
+	"context"
+	"errors"
+	"net/http"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// ProblemType is the media type of an error.
+const ProblemType = "application/problem+json"
+
+// Codes that only HTTP has; all others are those of [sluice.Kind].
+const (
+	CodeUnauthorized = "unauthorized"       // no token, or none that is known (401)
+	CodeTooLarge     = "too_large"          // a body or header over its limit (413)
+	CodeTimeout      = "timeout"            // a body that came too slowly (408)
+	CodeMethod       = "method_not_allowed" // (405)
+	CodeMedia        = "unsupported_media"  // a body of another type (415)
+	CodeRange        = "bad_range"          // (416)
+	CodeBusy         = "busy"               // too many calls or connections at once; try again (429)
+	CodeInternal     = "internal"           // a fault of the service, logged with the request's id (500)
+)
+
+// Problem is an error of the API: an RFC 9457 problem document with the members that make a [sluice.Error] again.
+type Problem struct {
+	Type    string `json:"type,omitempty" doc:"Documentation of the code."`
+	Title   string `json:"title" doc:"The code in words."`
+	Status  int    `json:"status"`
+	Code    string `json:"code" doc:"Stable: act on it, not on the text."`
+	Detail  string `json:"detail" doc:"What is wrong, in a sentence."`
+	Hint    string `json:"hint,omitempty" doc:"What to do about it."`
+	Op      string `json:"op,omitempty"`
+	Subject string `json:"subject,omitempty" doc:"What it was done to."`
+	Request string `json:"request,omitempty" doc:"Id of the call in the service's log."`
+}
+
+var kinds = map[sluice.Kind]struct {
+	status int
+	title  string
+}{
+	sluice.Invalid:     {http.StatusBadRequest, "Invalid argument"},
+	sluice.NotFound:    {http.StatusNotFound, "Not found"},
+	sluice.Duplicate:   {http.StatusConflict, "Duplicate"},
+	sluice.Full:        {http.StatusInsufficientStorage, "Over the cap"},
+	sluice.NoSpace:     {http.StatusInsufficientStorage, "Out of room"},
+	sluice.Closed:      {http.StatusConflict, "Closed"},
+	sluice.Stale:       {http.StatusConflict, "Superseded"},
+	sluice.SchemaError: {http.StatusUnprocessableEntity, "Breaks the run's schema"},
+	sluice.Corrupt:     {http.StatusUnprocessableEntity, "Corrupt"},
+	sluice.Denied:      {http.StatusForbidden, "Denied"},
+	sluice.Conflict:    {http.StatusConflict, "Conflict"},
+	sluice.Unavailable: {http.StatusServiceUnavailable, "Unavailable"},
+	sluice.Wedged:      {http.StatusConflict, "Wedged"},
+	sluice.Aborted:     {http.StatusConflict, "Aborted"},
+	sluice.Unsupported: {http.StatusUnprocessableEntity, "Unsupported"},
+	sluice.TargetFault: {http.StatusConflict, "The target failed"},
+}
+
+// ProblemOf is err on the wire. An error without a kind is the service's own fault and says nothing of its insides.
+func ProblemOf(err error) *Problem {
+	var e *sluice.Error
+	if errors.As(err, &e) {
+		if k, ok := kinds[e.Kind]; ok {
+			p := &Problem{Title: k.title, Status: k.status, Code: string(e.Kind), Op: e.Op, Subject: e.Subject, Hint: e.Hint}
+			p.Detail = sentence(e)
+			return p
+		}
+	}
+	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return &Problem{Title: "Unavailable", Status: http.StatusServiceUnavailable, Code: string(sluice.Unavailable), Detail: "the call ended before it was answered"}
+	}
+	return &Problem{Title: "Internal error", Status: http.StatusInternalServerError, Code: CodeInternal, Detail: "the service failed; its log has the request"}
+}
+
+// sentence is e's text without what has members of its own.
+func sentence(e *sluice.Error) string {
+	bare := sluice.Error{Kind: e.Kind, Detail: e.Detail, Err: e.Err}
+	return bare.Error()
+}
+
+// Error makes p an error that reads as it did on the other side.
+func (p *Problem) Error() string { return p.Err().Error() }
+
+// Err is the problem as an error of the domain: errors.Is finds its kind.
+func (p *Problem) Err() error {
+	if p == nil {
+		return nil
+	}
+	e := &sluice.Error{Kind: sluice.Kind(p.Code), Op: p.Op, Subject: p.Subject, Detail: p.Detail, Hint: p.Hint}
+	switch p.Code {
+	case CodeUnauthorized:
+		e.Kind = sluice.Denied
+	case CodeTooLarge, CodeMethod, CodeMedia, CodeRange:
+		e.Kind = sluice.Invalid
+	case CodeTimeout, CodeBusy, CodeInternal:
+		e.Kind = sluice.Unavailable
+	}
+	return e
+}
