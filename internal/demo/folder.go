@@ -5,22 +5,20 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/scratch"
 )
 
 const folderPrefix = "sluice-demo-"
 
-// folder is the demo's own folder inside the directory that --store names. A lock on it lives as long as the process, so that a demo that was killed can be told
-// from one that runs.
+// folder is the demo's own folder inside the directory that --store names.
 type folder struct {
-	path   string
+	*scratch.Folder
 	parent string // to be removed too, if not empty
-	lock   *os.File
 }
 
 // newFolder makes a folder in where, which is made too if it is not there, and removes those of demos that were killed.
@@ -38,68 +36,22 @@ func newFolder(where string) (*folder, error) {
 	if info, err := os.Stat(where); err != nil || !info.IsDir() {
 		return nil, fail("is not a directory", err)
 	}
-	if err := sweep(where); err != nil {
-		return nil, fail("cannot clear what a killed demo left", err)
-	}
 	var err error
-	if f.path, err = os.MkdirTemp(where, folderPrefix); err != nil {
+	if f.Folder, err = scratch.New(where, folderPrefix); err != nil {
 		return nil, errors.Join(fail("cannot write to the directory", err), f.remove())
-	}
-	if f.lock, err = lock(f.path); err != nil {
-		return nil, errors.Join(fail("cannot lock "+filepath.Base(f.path), err), f.remove())
 	}
 	return f, nil
 }
 
-// lock takes the folder's lock, or fails at once.
-func lock(dir string) (*os.File, error) {
-	d, err := os.Open(dir)
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, errors.Join(err, d.Close())
-	}
-	return d, nil
-}
-
-// sweep removes the folders of demos that no longer run.
-func sweep(where string) error {
-	names, err := filepath.Glob(filepath.Join(globQuote(where), folderPrefix+"*"))
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		d, err := lock(name)
-		if err != nil {
-			continue // it runs, or is somebody else's
-		}
-		if err := errors.Join(os.RemoveAll(name), d.Close()); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func globQuote(path string) string {
-	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
-}
-
 // store is where the store is in it.
-func (f *folder) store() string { return filepath.Join(f.path, "store") }
+func (f *folder) store() string { return filepath.Join(f.Path, "store") }
 
 // remove removes it. A nil folder is none.
 func (f *folder) remove() error {
 	if f == nil {
 		return nil
 	}
-	var err error
-	if f.path != "" {
-		err = os.RemoveAll(f.path)
-	}
-	if f.lock != nil {
-		err = errors.Join(err, f.lock.Close())
-	}
+	err := f.Remove()
 	if f.parent != "" {
 		err = errors.Join(err, os.Remove(f.parent))
 	}
@@ -118,7 +70,7 @@ func sharedMemory() string {
 // removeOrphaned removes the folder of a demo that was killed, for its children, which outlive it by a moment. It does nothing if the demo, which is process pid, lives.
 func removeOrphaned(path, parent string, pid int) {
 	for try := range 100 {
-		d, err := lock(path)
+		d, err := scratch.Lock(path)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
 			if parent != "" {

@@ -24,7 +24,7 @@ func TestAFolderOfAKilledDemoIsClearedAndThatOfARunningOneIsNot(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for dir, want := range map[string]bool{killed: false, mine: true, running.path: true, second.path: true} {
+	for dir, want := range map[string]bool{killed: false, mine: true, running.Path: true, second.Path: true} {
 		if _, err := os.Stat(dir); (err == nil) != want {
 			t.Errorf("%s: %v", filepath.Base(dir), err)
 		}

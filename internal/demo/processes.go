@@ -93,7 +93,7 @@ func runProcesses(ctx context.Context, o *Options, cfg sluice.RunConfig, info sl
 
 	j := job{
 		Algorithm: o.Algorithm, Prompts: o.Prompts, Model: o.Model, AuxLayers: o.AuxLayers, Batch: o.Batch, MaxTokens: o.MaxTokens,
-		Store: dir.store(), Folder: dir.path, Beside: dir.parent, Pid: os.Getpid(),
+		Store: dir.store(), Folder: dir.Path, Beside: dir.parent, Pid: os.Getpid(),
 	}
 	work, stop := context.WithCancel(ctx)
 	defer stop()
