@@ -36,6 +36,7 @@ var rules = []struct {
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/...", "internal/wire"}},
 	{"internal/demo", []string{".", "safetensors", "store/...", "queue", "target/...", "prompt", "stream", "internal/scratch"}},
 	{"internal/bench", []string{".", "store/...", "queue", "target/...", "internal/plan", "internal/scratch"}},
+	{"internal/torture", []string{".", "client", "internal/wire", "internal/scratch"}},
 	{"internal/inspect", []string{".", "safetensors", "store/dirstore"}},
 	{"internal/...", []string{"."}},
 	{"cmd/...", []string{"...", "."}},
