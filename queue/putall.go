@@ -1,0 +1,187 @@
+package queue
+
+import (
+	"context"
+	"errors"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// PutResult is the answer to one put of a [Queue.PutAll]: a status, or why it was refused.
+type PutResult struct {
+	Status sluice.PutStatus
+	Err    error
+}
+
+// admission is a put of a PutAll on its way.
+type admission struct {
+	s         *sample // nil: the answer is there already
+	displaced *sample
+	producer  *producer
+	later     bool // another put of the same id is under way: it goes by itself, behind the others
+}
+
+// PutAll is Put for many at once, in order: their records are written together, and one wait makes all of them durable. Each is answered for itself, as Put would.
+func (q *Queue) PutAll(ctx context.Context, puts []sluice.PutRequest) []PutResult {
+	results := make([]PutResult, len(puts))
+	under := make([]admission, len(puts))
+	for i := range puts {
+		if results[i].Err = q.check(puts[i].Ref); results[i].Err == nil {
+			results[i].Err = checkPositions(puts[i].Positions)
+		}
+	}
+	// Without the journal nothing is known of any of them.
+	fail := func(err error) []PutResult {
+		for i := range results {
+			if results[i].Err == nil {
+				results[i] = PutResult{Err: err}
+			}
+		}
+		return results
+	}
+	tx, err := q.begin()
+	if err != nil {
+		return fail(err)
+	}
+	for i := range puts {
+		if results[i].Err == nil {
+			results[i].Status, results[i].Err = q.admit(tx, &puts[i], &under[i])
+		}
+	}
+	if err := q.end(tx); err != nil {
+		q.mu.Lock()
+		for i := range under {
+			q.unadmit(&under[i])
+		}
+		q.mu.Unlock()
+		return fail(err)
+	}
+
+	claimed := 0
+	for i := range under {
+		a := &under[i]
+		if a.s == nil {
+			continue
+		}
+		if err := q.guarded(func() error { return q.store.Claim(a.s.ref, q.owner) }); err != nil {
+			results[i].Err = &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: a.s.id, Err: err}
+			q.mu.Lock()
+			q.unadmit(a)
+			q.mu.Unlock()
+			continue
+		}
+		claimed++
+	}
+
+	if claimed > 0 {
+		tx, err = q.resume()
+		if err == nil && q.closed {
+			err = q.endWith(tx, q.closedError("put"))
+		}
+		if err != nil {
+			for i := range under {
+				if under[i].s != nil {
+					results[i].Err = err
+				}
+			}
+			q.unclaimAll(under, err)
+		} else {
+			for i := range under {
+				if under[i].s != nil {
+					results[i].Status = q.enter(tx, &puts[i], under[i].s)
+				}
+			}
+			if err := q.end(tx); err != nil {
+				return fail(err)
+			}
+		}
+	}
+	for i := range under {
+		if under[i].later {
+			results[i].Status, results[i].Err = q.Put(ctx, puts[i])
+		}
+	}
+	return results
+}
+
+// admit gives the id of a put to its sample, or answers. The caller holds mu.
+func (q *Queue) admit(tx *txn, r *sluice.PutRequest, a *admission) (sluice.PutStatus, error) {
+	p, err := q.producer(tx, r.Producer, "put")
+	if err != nil {
+		return "", err
+	}
+	s := newSample(r.Ref)
+	known := q.byID[s.id]
+	if known != nil {
+		if known.place == claiming {
+			a.later = true
+			return "", nil
+		}
+		if same := q.find(s.id, s.gen); same != nil {
+			tx.lsn = max(tx.lsn, same.lsn)
+			if same.place == gone {
+				return same.ending.status(), nil
+			}
+			return sluice.AlreadyPut, nil
+		}
+	}
+	if b, ok := q.generation(s.id, s.gen); ok {
+		tx.lsn = max(tx.lsn, b.lsn)
+		return b.ending.status(), nil
+	}
+	switch {
+	case known != nil && known.live():
+		return "", &sluice.Error{Kind: sluice.Duplicate, Op: "queue: put", Subject: s.id, Detail: "is here in generation " + known.gen + ", not " + s.gen}
+	case q.closed:
+		return "", q.closedError("put")
+	case p != nil && p.state != sluice.ProducerRunning:
+		return "", &sluice.Error{Kind: sluice.Conflict, Op: "queue: put", Subject: s.id, Detail: "producer " + p.name + " has reported " + string(p.state)}
+	}
+	s.place = claiming
+	a.s, a.producer, a.displaced = s, p, q.name(s)
+	return "", nil
+}
+
+// enter makes an admitted sample pending. The caller holds mu.
+func (q *Queue) enter(tx *txn, r *sluice.PutRequest, s *sample) sluice.PutStatus {
+	q.claimed(s)
+	status := sluice.Enqueued
+	rec := putRecord{T: "put", Ref: r.Ref, Seq: q.seq + 1, Producer: r.Producer.Name, Positions: r.Positions, At: q.now, s: s}
+	if err := q.passes(r.Ref); err != nil {
+		status, rec.Gated = sluice.Gated, true
+	}
+	q.applyPut(tx, &rec)
+	if q.journal != nil {
+		q.write(tx, rec, false)
+		s.lsn = q.lsn
+	}
+	q.moved()
+	q.wedge.granted = q.now
+	return status
+}
+
+func (q *Queue) unadmit(a *admission) {
+	if a.s != nil {
+		q.undoName(a.s, a.displaced)
+		a.s = nil
+	}
+}
+
+// unclaimAll gives back what was claimed for puts that came to nothing. With a journal, and unless the queue was closed, a repeated put must find its sample there: the next
+// queue over it frees it if none comes.
+func (q *Queue) unclaimAll(under []admission, why error) {
+	for i := range under {
+		s := under[i].s
+		if s == nil {
+			continue
+		}
+		if q.journal == nil || errors.Is(why, sluice.ErrClosed) {
+			if q.guarded(func() error { return q.store.Unclaim(s.ref, q.owner) }) == nil {
+				q.gate.Poke()
+			}
+		}
+		q.mu.Lock()
+		q.unadmit(&under[i])
+		q.mu.Unlock()
+	}
+}
