@@ -64,6 +64,9 @@ func (b *Reserve) Check() error {
 	if err := first(checkCount("bytes", len(b.Bytes)), checkWait(b.WaitSeconds), checkText("request_id", b.RequestID, 190)); err != nil {
 		return err
 	}
+	if b.Ungated && (b.Producer != nil || b.WaitSeconds != 0) {
+		return bad("ungated", "takes neither producer nor wait_seconds")
+	}
 	for i, n := range b.Bytes {
 		if n < 0 || n >= 1<<53 {
 			return bad(fmt.Sprintf("bytes[%d]", i), "is %d, want 0 or more and less than 2^53", n)
@@ -85,8 +88,14 @@ func (b *Stage) Check() error {
 
 // Check refuses what the fields may not hold.
 func (b *Commit) Check() error {
-	if err := checkCount("items", len(b.Items)); err != nil {
+	if err := first(checkCount("items", len(b.Items)), checkWait(b.WaitSeconds)); err != nil {
 		return err
+	}
+	if b.Below && (len(b.Items) != 1 || b.Items[0].Stage != nil) {
+		return bad("below", "takes one item that has a ref")
+	}
+	if !b.Below && b.WaitSeconds != 0 {
+		return bad("wait_seconds", "is %v, want 0 without below", float64(b.WaitSeconds))
 	}
 	for i := range b.Items {
 		it := &b.Items[i]

@@ -24,6 +24,8 @@ type Reserve struct {
 	Bytes       []int64   `json:"bytes" minItems:"1" maxItems:"1024" doc:"Sizes of the samples that will be produced."`
 	WaitSeconds Seconds   `json:"wait_seconds,omitempty" minimum:"0" maximum:"60" doc:"How long to wait for the first; 0 asks without waiting."`
 	RequestID   string    `json:"request_id,omitempty" maxLength:"190" doc:"Makes the call repeatable for ten minutes."`
+	// Ungated is the Reserve of a store, which looks at the caps alone.
+	Ungated bool `json:"ungated,omitempty" doc:"Go by the caps alone, past marks and line, at once or not at all: the error full if it does not fit. It takes no producer and no wait."`
 }
 
 // Reservations answers a [Reserve]: as many as were granted, from the front; none is not an error.
@@ -73,6 +75,9 @@ type Stage struct {
 type Commit struct {
 	Producer *Producer    `json:"producer,omitempty"`
 	Items    []CommitItem `json:"items" minItems:"1" maxItems:"1024"`
+	// Below is the PutBlocksUntilBelow of a queue.
+	Below       bool    `json:"below,omitempty" doc:"Commit when the gate is open, or consumers starve; for one item that is no stage."`
+	WaitSeconds Seconds `json:"wait_seconds,omitempty" minimum:"0" maximum:"60" doc:"With below: how long to wait for that. If it does not come, nothing is done and the answer says paused."`
 }
 
 // CommitItem is one sample: stored before, or staged and enqueued at once.
@@ -85,6 +90,7 @@ type CommitItem struct {
 // Commits answers a [Commit], in the order of its items.
 type Commits struct {
 	Results []CommitResult `json:"results"`
+	Paused  bool           `json:"paused,omitempty" doc:"The gate did not open in time: nothing was done, and there are no results."`
 }
 
 // CommitResult is the answer for one item: a status or an error.

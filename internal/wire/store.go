@@ -26,6 +26,8 @@ type Release struct {
 	Handles []string `json:"handles" minItems:"1" maxItems:"1024"`
 	// Keep tells pins from memory: a consumer may have released a sample and still hold its tensors.
 	Keep bool `json:"keep,omitempty" doc:"The pins go, but the files are still mapped: the bytes count until a second call without this, or the end of the session."`
+	// Undo is for a Get that failed behind its pin, which is no release: it must not free a sample that nobody claims yet.
+	Undo bool `json:"undo,omitempty" doc:"The pins go as if they had never been: that frees nothing."`
 }
 
 // Abort is the body of POST /v1/runs/{run}/abort.

@@ -1,0 +1,292 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"net/url"
+	"slices"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+const (
+	slice     = 30 * time.Second      // of a call that waits
+	abortPoll = 50 * time.Millisecond // how often abortWhen is asked
+)
+
+// queue is a run's queue as a client sees it.
+type queue struct {
+	c     *Client
+	run   string
+	store *store
+}
+
+var _ sluice.Queue = (*queue)(nil)
+
+func (q *queue) post(ctx context.Context, path string, in, out any, wait time.Duration) error {
+	return q.c.call(ctx, call{method: http.MethodPost, path: runPath(q.run, path), in: in, out: out, wait: wait})
+}
+
+func (q *queue) get(ctx context.Context, path string, out any) error {
+	return q.c.call(ctx, call{method: http.MethodGet, path: runPath(q.run, path), out: out})
+}
+
+func producerOf(p sluice.Producer) *wire.Producer {
+	if p == (sluice.Producer{}) {
+		return nil
+	}
+	return &wire.Producer{Name: p.Name, Incarnation: p.Incarnation}
+}
+
+// requestID is the caller's, or a fresh one for each slice: a slice that came to nothing is not what the next one repeats.
+func requestID(callers string) string {
+	if callers != "" {
+		return callers
+	}
+	return newID()
+}
+
+func (q *queue) Reserve(ctx context.Context, r sluice.ReserveRequest) (sluice.Reservation, error) {
+	for {
+		got, err := reserve(ctx, q.c, q.run, wire.Reserve{Producer: producerOf(r.Producer), Bytes: []int64{r.Bytes}, WaitSeconds: wire.SecondsOf(slice), RequestID: requestID(r.RequestID)})
+		if err != nil || got.ID != "" {
+			return got, err
+		}
+	}
+}
+
+func (q *queue) Put(ctx context.Context, r sluice.PutRequest) (sluice.PutStatus, error) {
+	status, _, err := q.commit(ctx, &r, wire.Commit{})
+	return status, err
+}
+
+// PutBlocksUntilBelow asks in slices, which with abortWhen are as long as it may go unasked: a put is never given up while it is under way.
+func (q *queue) PutBlocksUntilBelow(ctx context.Context, r sluice.PutRequest, abortWhen func() bool) (sluice.PutStatus, error) {
+	wait := slice
+	if abortWhen != nil {
+		wait = abortPoll
+	}
+	for {
+		if abortWhen != nil && abortWhen() {
+			return "", &sluice.Error{Kind: sluice.Aborted, Op: "client: put", Subject: r.Ref.SampleID(), Detail: "the caller's abort condition became true while the put waited at the gate"}
+		}
+		status, paused, err := q.commit(ctx, &r, wire.Commit{Below: true, WaitSeconds: wire.SecondsOf(wait)})
+		if err != nil || !paused {
+			return status, err
+		}
+	}
+}
+
+func (q *queue) commit(ctx context.Context, r *sluice.PutRequest, in wire.Commit) (status sluice.PutStatus, paused bool, err error) {
+	if r.Ref.IsZero() {
+		return "", false, &sluice.Error{Kind: sluice.Invalid, Op: "client: put", Detail: "the ref is empty"}
+	}
+	in.Producer, in.Items = producerOf(r.Producer), []wire.CommitItem{{Ref: &r.Ref, Positions: r.Positions}}
+	var out wire.Commits
+	if err := q.post(ctx, "/commit", &in, &out, in.WaitSeconds.Duration()); err != nil {
+		return "", false, err
+	}
+	switch {
+	case out.Paused:
+		return "", true, nil
+	case len(out.Results) != 1:
+		return "", false, q.miscounted("commit")
+	}
+	return out.Results[0].Status, false, out.Results[0].Error.Err()
+}
+
+func (q *queue) miscounted(op string) error {
+	return &sluice.Error{Kind: sluice.Corrupt, Op: "client: " + op, Subject: q.run, Detail: "the service answered with a wrong number of results", Hint: "do client and service have the same version?"}
+}
+
+func consumerOf(c sluice.Consumer) wire.Consumer {
+	return wire.Consumer{Name: c.Name, Incarnation: c.Incarnation, Rank: c.Rank, Member: c.Member, Members: c.Members}
+}
+
+func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.Delivery, error) {
+	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead}
+	for until := time.Now().Add(r.Wait); ; {
+		wait, last := slice, false
+		if r.Wait >= 0 {
+			if left := time.Until(until); left <= slice {
+				wait, last = max(left, 0), true
+			}
+			if r.Wait <= slice {
+				wait = r.Wait
+			}
+		}
+		in.WaitSeconds, in.RequestID = wire.SecondsOf(wait), requestID(r.RequestID)
+		d, err := q.acquire(ctx, &in)
+		if err != nil || d.End || len(d.Leases) > 0 || last {
+			return d, err
+		}
+	}
+}
+
+// acquire is one slice.
+func (q *queue) acquire(ctx context.Context, in *wire.Acquire) (sluice.Delivery, error) {
+	var out wire.Delivery
+	received := time.Now()
+	err := q.post(ctx, "/acquire", in, &out, in.WaitSeconds.Duration())
+	if err != nil {
+		if ctx.Err() != nil {
+			q.handBack(ctx, *in)
+		}
+		return sluice.Delivery{}, err
+	}
+	if in.WaitSeconds > 0 {
+		received = time.Now() // the wait was before the lease began
+	}
+	d := sluice.Delivery{End: out.End, Cause: out.Cause.Err()}
+	for _, l := range out.Leases {
+		left := l.TimeLeftSeconds.Duration()
+		d.Leases = append(d.Leases, sluice.Lease{
+			ID: l.ID, Ref: l.Ref, Consumer: in.Consumer.Name, Deadline: received.Add(left), TimeLeft: left, Redelivery: l.Redelivery, Window: l.Window,
+		})
+	}
+	return d, nil
+}
+
+// handBack returns what an acquire was given whose answer was not waited for. Asking again with the same id, without waiting, tells what that was.
+func (q *queue) handBack(ctx context.Context, in wire.Acquire) {
+	ctx, cancel := background(ctx, giveBackTime)
+	defer cancel()
+	in.WaitSeconds = 0
+	var out wire.Delivery
+	err := q.post(ctx, "/acquire", &in, &out, 0)
+	if err == nil && len(out.Leases) > 0 {
+		back := wire.Settle{Consumer: in.Consumer, RequestID: newID()}
+		for _, l := range out.Leases {
+			back.Settlements = append(back.Settlements, wire.Settlement{Lease: l.ID, Verdict: sluice.Return})
+		}
+		err = q.post(ctx, "/settle", &back, &wire.Settled{}, 0)
+	}
+	if err != nil && !errors.Is(err, sluice.ErrStale) && !errors.Is(err, sluice.ErrClosed) {
+		q.c.log.Warn("client: can't ask what a cancelled acquire was given, which returns when its lease runs out", "run", q.run, "consumer", in.Consumer.Name, "error", err)
+	}
+}
+
+func (q *queue) Settle(ctx context.Context, r sluice.SettleRequest) ([]sluice.SettleResult, error) {
+	results := make([]sluice.SettleResult, 0, len(r.Settlements))
+	for part := range slices.Chunk(r.Settlements, wire.MaxBatch) {
+		in := wire.Settle{Consumer: consumerOf(r.Consumer), Settlements: make([]wire.Settlement, len(part)), RequestID: requestID(r.RequestID)}
+		if len(results) > 0 {
+			in.RequestID = newID() // the caller's stands for one call
+		}
+		for i, s := range part {
+			in.Settlements[i] = wire.Settlement(s)
+		}
+		var out wire.Settled
+		if err := q.post(ctx, "/settle", &in, &out, 0); err != nil {
+			return nil, err
+		}
+		if len(out.Results) != len(part) {
+			return nil, q.miscounted("settle")
+		}
+		results = appendResults(results, out.Results)
+	}
+	return results, nil
+}
+
+func appendResults(to []sluice.SettleResult, from []wire.SettleResult) []sluice.SettleResult {
+	for _, r := range from {
+		to = append(to, sluice.SettleResult(r))
+	}
+	return to
+}
+
+func (q *queue) Renew(ctx context.Context, r sluice.RenewRequest) ([]sluice.SettleResult, error) {
+	in := wire.Renew{Consumer: consumerOf(r.Consumer)}
+	if r.Leases == nil {
+		var out wire.Settled
+		err := q.post(ctx, "/renew", in, &out, 0)
+		return appendResults(nil, out.Results), err
+	}
+	var results []sluice.SettleResult
+	for part := range slices.Chunk(r.Leases, wire.MaxBatch) {
+		in.Leases = &part
+		var out wire.Settled
+		if err := q.post(ctx, "/renew", in, &out, 0); err != nil {
+			return nil, err
+		}
+		if len(out.Results) != len(part) {
+			return nil, q.miscounted("renew")
+		}
+		results = appendResults(results, out.Results)
+	}
+	return results, nil
+}
+
+func (q *queue) ReclaimExpired(ctx context.Context) (int, error) {
+	var out wire.Reclaimed
+	err := q.post(ctx, "/reclaim", nil, &out, 0)
+	return out.Reclaimed, err
+}
+
+func (q *queue) Leave(ctx context.Context, c sluice.Consumer) error {
+	return q.post(ctx, "/leave", wire.Leave{Consumer: consumerOf(c)}, nil, 0)
+}
+
+func (q *queue) Report(ctx context.Context, r sluice.ProducerReport) error {
+	return q.post(ctx, "/report", wire.Report{Producer: wire.Producer(r.Producer), State: r.State, Cause: r.Cause}, nil, 0)
+}
+
+func (q *queue) Taken(ctx context.Context, source string) ([]sluice.Taken, error) {
+	var out wire.Positions
+	err := q.get(ctx, "/positions?source="+url.QueryEscape(source), &out)
+	return out.Taken, err
+}
+
+func (q *queue) DeadLetters(ctx context.Context) ([]sluice.DeadLetter, error) {
+	var out wire.DeadLetters
+	if err := q.get(ctx, "/dead-letters", &out); err != nil {
+		return nil, err
+	}
+	dead := make([]sluice.DeadLetter, len(out.DeadLetters))
+	for i, d := range out.DeadLetters {
+		dead[i] = sluice.DeadLetter(d)
+	}
+	return dead, nil
+}
+
+func (q *queue) Requeue(ctx context.Context, sampleIDs ...string) (int, error) {
+	return q.forDead(ctx, "/dead-letters/requeue", sampleIDs)
+}
+
+func (q *queue) Drop(ctx context.Context, sampleIDs ...string) (int, error) {
+	return q.forDead(ctx, "/dead-letters/drop", sampleIDs)
+}
+
+func (q *queue) forDead(ctx context.Context, path string, ids []string) (found int, err error) {
+	for part := range slices.Chunk(ids, wire.MaxBatch) {
+		var out wire.Found
+		if err := q.post(ctx, path, wire.SampleIDs{SampleIDs: part}, &out, 0); err != nil {
+			return found, err
+		}
+		found += out.Found
+	}
+	return found, nil
+}
+
+func (q *queue) Reshape(ctx context.Context, ranks, perRank int) error {
+	return q.c.Reshape(ctx, q.run, ranks, perRank)
+}
+
+func (q *queue) Status(ctx context.Context) (sluice.Status, error) {
+	var out wire.Status
+	if err := q.get(ctx, "/status", &out); err != nil {
+		return sluice.Status{}, err
+	}
+	return out.Domain(), nil
+}
+
+func (q *queue) Close(ctx context.Context, cause error) error {
+	text := ""
+	if cause != nil {
+		text = cause.Error()
+	}
+	return q.c.CloseRun(ctx, q.run, text)
+}

@@ -1,0 +1,112 @@
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+// silence is how long the session's connection may be without a sign of life; the service sends one every few seconds.
+const silence = 30 * time.Second
+
+// hold keeps the session's connection open until the client is closed: while it stands, the service knows that this process lives. A broken one is made anew well within the
+// service's grace.
+func (c *Client) hold() {
+	var pause backoff
+	down := false
+	for {
+		err := c.holdOnce(func() {
+			if pause = (backoff{}); down {
+				down = false
+				c.log.Info("client: the service is back", "url", c.target.name)
+			}
+			c.payOwed()
+		})
+		if c.ended.Err() != nil {
+			return
+		}
+		if !down {
+			down = true
+			c.log.Warn("client: the session's connection is broken; it will be made anew", "url", c.target.name, "error", err)
+		}
+		if pause.wait(c.ended) != nil {
+			return
+		}
+	}
+}
+
+// holdOnce holds one connection until it breaks, and calls held when it stands.
+func (c *Client) holdOnce(held func()) error {
+	ctx, cancel := context.WithCancelCause(c.ended)
+	defer cancel(nil)
+	watch := time.AfterFunc(silence, func() { cancel(fmt.Errorf("no sign of life for %v", silence)) })
+	defer watch.Stop()
+	req, err := c.request(ctx, http.MethodGet, "/v1/sessions/"+c.session, newID())
+	if err != nil {
+		return err
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		data, err := readAll(resp)
+		if err != nil {
+			return err
+		}
+		return refusal(resp, data)
+	}
+	held()
+	buf := make([]byte, 512)
+	for {
+		if _, err := resp.Body.Read(buf); err != nil {
+			if cause := context.Cause(ctx); cause != nil {
+				return cause
+			}
+			return err
+		}
+		watch.Reset(silence)
+	}
+}
+
+// owe notes a handle that could not be given back, for when the service is there again.
+func (c *Client) owe(runID, handle string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return // it ends with the session
+	}
+	if c.owed[runID] == nil {
+		c.owed[runID] = map[string]bool{}
+	}
+	c.owed[runID][handle] = true
+}
+
+// payOwed gives back what is owed.
+func (c *Client) payOwed() {
+	c.mu.Lock()
+	owed := c.owed
+	c.owed = map[string]map[string]bool{}
+	c.mu.Unlock()
+	for runID, handles := range owed {
+		for part := range slices.Chunk(slices.Collect(maps.Keys(handles)), wire.MaxBatch) {
+			_, err := c.do(c.ended, call{method: http.MethodPost, path: runPath(runID, "/release"), in: wire.Release{Handles: part}, patience: time.Second})
+			switch {
+			case errors.Is(err, sluice.ErrUnavailable):
+				for _, h := range part {
+					c.owe(runID, h)
+				}
+			case err != nil && c.ended.Err() == nil:
+				c.log.Warn("client: can't give back pins", "run", runID, "pins", len(part), "error", err)
+			}
+		}
+	}
+}
