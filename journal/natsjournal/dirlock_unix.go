@@ -1,0 +1,67 @@
+//go:build unix
+
+package natsjournal
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+
+	"github.com/sluice-ml/sluice"
+	"golang.org/x/sys/unix"
+)
+
+// dirLock is the lock on a directory. The kernel lets go of it when the process dies.
+type dirLock struct{ file *os.File }
+
+func lockDir(dir string, me Owner) (*dirLock, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, dirError(err, dir, "can't be made")
+	}
+	path := filepath.Join(dir, "owner")
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, dirError(err, path, "can't be opened")
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		defer f.Close()
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, dirError(err, path, "can't be locked")
+		}
+		var other Owner
+		if data, err := io.ReadAll(io.LimitReader(f, 4096)); err != nil || json.Unmarshal(data, &other) != nil {
+			other = Owner{} // it has not yet written its name
+		}
+		return nil, &sluice.Error{Kind: sluice.Conflict, Op: "natsjournal: open", Subject: dir, Detail: "is owned by " + other.String(), Hint: "stop it, or choose another directory"}
+	}
+	data, err := json.Marshal(me)
+	if err == nil {
+		err = f.Truncate(0)
+	}
+	if err == nil {
+		_, err = f.WriteAt(append(data, '\n'), 0)
+	}
+	if err != nil {
+		f.Close()
+		return nil, dirError(err, path, "can't be written")
+	}
+	return &dirLock{f}, nil
+}
+
+func dirError(err error, path, detail string) error {
+	kind := sluice.Unavailable
+	switch {
+	case noSpace(err):
+		kind = sluice.NoSpace
+	case errors.Is(err, os.ErrPermission):
+		kind = sluice.Denied
+	}
+	return failBy(err, kind, "open", path, "%s", detail)
+}
+
+// release empties the file, which stays: taking it away would let two processes lock two files of one name.
+func (l *dirLock) release() error {
+	return errors.Join(l.file.Truncate(0), l.file.Close())
+}

@@ -1,0 +1,386 @@
+package natsjournal
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/sluice-ml/sluice"
+)
+
+// Journals are the journals of one service, which owns them alone. Its methods may be called at once.
+type Journals struct {
+	opts  Options
+	dir   string // of the embedded server, or
+	url   string // of the one elsewhere
+	lock  *dirLock
+	owner Owner
+
+	mu     sync.Mutex
+	line   *line
+	open   map[string]*journal
+	closed bool
+}
+
+// line is a connection to a server that answers. It ends for good when the embedded server broke, ownership was lost, or the journals were closed; its
+// context's cause says why.
+type line struct {
+	ctx   context.Context
+	end   context.CancelCauseFunc
+	nc    *nats.Conn
+	js    jetstream.JetStream
+	owned func() // gives up the ownership at a server elsewhere
+	stop  func() // of the embedded server
+
+	damaged map[string]error // journals that the embedded server did not take up
+}
+
+func (l *line) close(why error) {
+	l.end(why)
+	if l.owned != nil {
+		l.owned()
+	}
+	if l.nc != nil {
+		l.nc.Close()
+	}
+	if l.stop != nil {
+		l.stop()
+	}
+}
+
+// cause is why the line has ended, or nil.
+func (l *line) cause() error {
+	if l.ctx.Err() != nil {
+		return context.Cause(l.ctx)
+	}
+	return nil
+}
+
+func fail(kind sluice.Kind, op, subject, format string, args ...any) *sluice.Error {
+	return &sluice.Error{Kind: kind, Op: "natsjournal: " + op, Subject: subject, Detail: fmt.Sprintf(format, args...)}
+}
+
+func failBy(err error, kind sluice.Kind, op, subject, format string, args ...any) *sluice.Error {
+	e := fail(kind, op, subject, format, args...)
+	e.Err = err
+	return e
+}
+
+// Open starts a JetStream server over the directory, which it makes if it is not there, and owns it until Close or the end of the process. If another process
+// owns it, the error is ErrConflict and names that; if stored bytes are damaged it is ErrCorrupt.
+func Open(ctx context.Context, dir string, opts *Options) (*Journals, error) {
+	o, err := opts.resolve("open", false)
+	if err != nil {
+		return nil, err
+	}
+	js := &Journals{opts: o, dir: dir, owner: newOwner(), open: map[string]*journal{}}
+	if js.lock, err = lockDir(dir, js.owner); err != nil {
+		return nil, err
+	}
+	if js.line, err = js.embed(ctx); err != nil {
+		return nil, errors.Join(err, js.lock.release())
+	}
+	return js, nil
+}
+
+// Connect uses the JetStream server, or servers, at the URL: nats://host:4222, tls://host:4222, several with commas between. It waits for the lapse of an owner that has
+// fallen silent, and refuses (ErrConflict) as soon as one is seen alive. Lost connections come back by themselves.
+func Connect(ctx context.Context, url string, opts *Options) (*Journals, error) {
+	o, err := opts.resolve("connect", true)
+	if err != nil {
+		return nil, err
+	}
+	js := &Journals{opts: o, url: url, owner: newOwner(), open: map[string]*journal{}}
+	if js.line, err = js.dial(ctx); err != nil {
+		return nil, err
+	}
+	return js, nil
+}
+
+// Owner says as whom these journals are owned.
+func (js *Journals) Owner() Owner { return js.owner }
+
+// connect makes a line over a connection with the given options.
+func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
+	log := js.opts.Logger
+	l := &line{}
+	l.ctx, l.end = context.WithCancelCause(context.Background())
+	options := append([]nats.Option{
+		nats.Name("sluice " + js.owner.ID),
+		nats.MaxReconnects(-1),
+		nats.ReconnectBufSize(-1), // what can't be sent fails: an append asks before it sends again
+		nats.ReconnectWait(100 * time.Millisecond),
+		nats.ReconnectJitter(100*time.Millisecond, time.Second),
+		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) {
+			if err != nil {
+				log.Warn("the connection to the journal's server is lost", "err", err)
+			}
+		}),
+		nats.ReconnectHandler(func(*nats.Conn) { log.Info("the connection to the journal's server is back") }),
+		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) {
+			log.Error("the journal's server reports an error", "err", err)
+		}),
+	}, more...)
+	var err error
+	if l.nc, err = nats.Connect(url, options...); err != nil {
+		l.end(err)
+		return nil, err
+	}
+	if l.nc.MaxPayload() < 2*headRoom {
+		err = fail(sluice.Unsupported, "connect", redact(url), "the server takes messages of %d bytes, at least %d are needed", l.nc.MaxPayload(), 2*headRoom)
+	} else {
+		l.js, err = jetstream.New(l.nc)
+	}
+	if err != nil {
+		l.close(err)
+		return nil, err
+	}
+	return l, nil
+}
+
+func (js *Journals) dial(ctx context.Context) (*line, error) {
+	var more []nats.Option
+	if js.opts.CredentialsFile != "" {
+		more = append(more, nats.UserCredentials(js.opts.CredentialsFile))
+	}
+	if js.opts.Token != "" {
+		more = append(more, nats.Token(js.opts.Token))
+	}
+	if js.opts.CAFile != "" {
+		more = append(more, nats.RootCAs(js.opts.CAFile))
+	}
+	l, err := js.connect(js.url, more...)
+	if err != nil {
+		kind := sluice.Unavailable
+		if errors.Is(err, nats.ErrAuthorization) || errors.Is(err, nats.ErrAuthExpired) {
+			kind = sluice.Denied
+		}
+		return nil, failBy(err, kind, "connect", redact(js.url), "no connection")
+	}
+	if err := js.own(ctx, l); err != nil {
+		l.close(err)
+		return nil, err
+	}
+	return l, nil
+}
+
+// redact takes passwords out of a URL that goes into a message.
+func redact(url string) string {
+	parts := strings.Split(url, ",")
+	for i, p := range parts {
+		scheme, rest, ok := strings.Cut(p, "://")
+		if !ok {
+			scheme, rest = "", p
+		} else {
+			scheme += "://"
+		}
+		if at := strings.LastIndexByte(rest, '@'); at >= 0 {
+			parts[i] = scheme + "..." + rest[at:]
+		}
+	}
+	return strings.Join(parts, ",")
+}
+
+// live returns the line, a new one if the embedded server broke.
+func (js *Journals) live(ctx context.Context) (*line, error) {
+	js.mu.Lock()
+	defer js.mu.Unlock()
+	if js.closed {
+		return nil, fail(sluice.Closed, "open", "", "the journals are closed")
+	}
+	why := js.line.cause()
+	if why == nil {
+		return js.line, nil
+	}
+	if js.dir == "" {
+		return nil, why // ownership was lost
+	}
+	js.line.close(why)
+	js.opts.Logger.Warn("the journal's server starts again", "after", why)
+	l, err := js.embed(ctx)
+	if err != nil {
+		return nil, err
+	}
+	js.line = l
+	return l, nil
+}
+
+// The name of a stream is the prefix, an equals sign, and that of the journal, with what the names of streams and subjects may not hold replaced by what the
+// names of journals don't hold.
+var (
+	toStream   = strings.NewReplacer(".", "~", ":", "+")
+	fromStream = strings.NewReplacer("~", ".", "+", ":")
+)
+
+func (js *Journals) stream(name string) string  { return js.opts.Prefix + "=" + toStream.Replace(name) }
+func (js *Journals) subject(name string) string { return js.opts.Prefix + "." + toStream.Replace(name) }
+
+// Journal opens the journal with the given name, in the form of an id, and makes it if there is none. From then on no earlier writer of it can append. The context
+// bounds the opening only. Close the journal when its queue has stopped.
+func (js *Journals) Journal(ctx context.Context, name string) (sluice.Journal, error) {
+	if err := sluice.ValidateID(name); err != nil {
+		return nil, failBy(err, sluice.Invalid, "open", name, "")
+	}
+	l, err := js.live(ctx)
+	if err != nil {
+		return nil, err
+	}
+	js.mu.Lock()
+	err = l.damaged[name]
+	js.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	j := newJournal(js, l, name)
+	if err := j.claim(ctx); err != nil {
+		return nil, err
+	}
+	js.mu.Lock()
+	defer js.mu.Unlock()
+	if js.closed {
+		return nil, fail(sluice.Closed, "open", name, "the journals are closed")
+	}
+	js.open[name] = j
+	return j, nil
+}
+
+// List returns the names of all journals, in order; those among them that are damaged can't be opened.
+func (js *Journals) List(ctx context.Context) ([]string, error) {
+	l, err := js.live(ctx)
+	if err != nil {
+		return nil, err
+	}
+	names, err := js.list(ctx, l)
+	js.mu.Lock()
+	for name := range l.damaged {
+		names = append(names, name)
+	}
+	js.mu.Unlock()
+	slices.Sort(names)
+	return names, err
+}
+
+func (js *Journals) list(ctx context.Context, l *line) ([]string, error) {
+	var names []string
+	streams := l.js.StreamNames(ctx, jetstream.WithStreamListSubject(js.opts.Prefix+".*.*"))
+	for stream := range streams.Name() {
+		if name, ok := strings.CutPrefix(stream, js.opts.Prefix+"="); ok {
+			names = append(names, fromStream.Replace(name))
+		}
+	}
+	if err := streams.Err(); err != nil {
+		return nil, l.explain(err, "list", "")
+	}
+	return names, nil
+}
+
+// Delete removes a journal and all that is in it. A writer that has it open finds it closed.
+func (js *Journals) Delete(ctx context.Context, name string) error {
+	if err := sluice.ValidateID(name); err != nil {
+		return failBy(err, sluice.Invalid, "delete", name, "")
+	}
+	l, err := js.live(ctx)
+	if err != nil {
+		return err
+	}
+	js.mu.Lock()
+	j := js.open[name]
+	delete(js.open, name)
+	_, damaged := l.damaged[name]
+	delete(l.damaged, name)
+	js.mu.Unlock()
+	if j != nil {
+		j.fail(fail(sluice.Closed, "append", name, "the journal was deleted"))
+		j.settle()
+	}
+	// What was acknowledged is forgotten first: a journal without that is one in whose making or deleting the process died, and no damage.
+	if err := js.forgetAcked(name); err != nil {
+		return err
+	}
+	if damaged {
+		if err := os.RemoveAll(js.streamDir(name)); err != nil {
+			return dirError(err, js.streamDir(name), "can't be removed")
+		}
+		return nil
+	}
+	err = l.js.DeleteStream(ctx, js.stream(name))
+	switch {
+	case errors.Is(err, jetstream.ErrStreamNotFound):
+		return fail(sluice.NotFound, "delete", name, "there is no such journal")
+	case err != nil:
+		return l.explain(err, "delete", name)
+	}
+	return nil
+}
+
+// Close writes what is left of open journals, closes them, and lets go of the directory or the prefix.
+func (js *Journals) Close() error {
+	js.mu.Lock()
+	open := js.open
+	js.open = nil
+	closed := js.closed
+	js.closed = true
+	js.mu.Unlock()
+	if closed {
+		return nil
+	}
+	var errs []error
+	for _, j := range open {
+		errs = append(errs, j.Close())
+	}
+	js.line.close(fail(sluice.Closed, "append", "", "the journals are closed"))
+	if js.lock != nil {
+		errs = append(errs, js.lock.release())
+	}
+	return errors.Join(errs...)
+}
+
+func (js *Journals) forget(j *journal) {
+	js.mu.Lock()
+	if js.open[j.name] == j {
+		delete(js.open, j.name)
+	}
+	js.mu.Unlock()
+}
+
+// explain gives an error of the server its kind.
+func (l *line) explain(err error, op, name string) error {
+	if why := l.cause(); why != nil {
+		return why
+	}
+	if e := new(sluice.Error); errors.As(err, &e) {
+		return err
+	}
+	kind, detail := sluice.Unavailable, "the server does not answer"
+	var api *jetstream.APIError
+	var netErr net.Error
+	switch {
+	case errors.As(err, &api):
+		detail = "the server refuses"
+		switch api.ErrorCode {
+		case codeResources, codeAccountResources, codeStorage:
+			kind = sluice.NoSpace
+		case jetstream.JSErrCodeStreamMessageExceedsMaximum:
+			kind = sluice.Invalid
+		}
+	case errors.Is(err, nats.ErrPermissionViolation), errors.Is(err, nats.ErrAuthorization):
+		kind, detail = sluice.Denied, "the server refuses"
+	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded), errors.As(err, &netErr):
+	}
+	return failBy(err, kind, op, name, "%s", detail)
+}
+
+// Codes of the server that nats.go does not name.
+const (
+	codeAccountResources jetstream.ErrorCode = 10002
+	codeResources        jetstream.ErrorCode = 10023
+	codeStorage          jetstream.ErrorCode = 10047
+)

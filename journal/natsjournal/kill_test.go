@@ -1,0 +1,3 @@
+package natsjournal
+
+func runChild() {}
