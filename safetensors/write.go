@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -15,9 +16,10 @@ import (
 const (
 	// maxVectors is the kernel's IOV_MAX.
 	maxVectors = 1024
-	// checksumChunk is how much data is checksummed before it is written: little enough that the write finds it
-	// in the processor's cache, and enough that the calls don't count.
-	checksumChunk = 512 << 10
+	// checksumChunk is how much data is written before it is checksummed: little enough that the checksum finds it in the
+	// processor's cache, and enough that the calls don't count. The write goes first since it reads memory in order, at full
+	// speed; a crc32c reads three places in turn and gets a third of that out of memory, and all of it out of the cache.
+	checksumChunk = 1 << 20
 )
 
 // Buffers returns the file as a list of slices: the header, then the tensors' data in file order, without empty ones.
@@ -98,7 +100,7 @@ func (l *Layout) Stream(w io.Writer, features []sluice.Feature) (int64, error) {
 // truncates nor syncs, and moves no file offset.
 //
 // Without checksums that is one system call for each two gigabytes or thousand tensors. With checksums, they are
-// computed piece by piece just before the piece is written, and the header is written last: a fresh file that was not
+// computed piece by piece just after the piece is written, and the header is written last: a fresh file that was not
 // finished has no header.
 //
 // After an error, which part was written is undefined. Having run out of room is [sluice.NoSpace].
@@ -139,22 +141,29 @@ func (l *Layout) writeAt(write vectoredWrite, name string, off int64, features [
 	sums := make([]uint32, len(l.ordered))
 	out.at += l.header.DataStart
 	var batch [][]byte
-	room := checksumChunk
+	var of []int // the places in sums of what is in batch
+	n := 0
+	flush := func() error {
+		if err := out.all(slices.Clone(batch)); err != nil {
+			return err
+		}
+		for k, piece := range batch {
+			sums[of[k]] = UpdateChecksum(sums[of[k]], piece)
+		}
+		batch, of, n = batch[:0], of[:0], 0
+		return nil
+	}
 	for at, i := range l.ordered {
-		for data := features[i].Data; len(data) > 0; {
-			n := min(len(data), room)
-			sums[at] = UpdateChecksum(sums[at], data[:n])
-			batch = append(batch, data[:n:n])
-			data, room = data[n:], room-n
-			if room == 0 {
-				if err := out.all(batch); err != nil {
+		for piece := range slices.Chunk(features[i].Data, checksumChunk) {
+			batch, of, n = append(batch, piece), append(of, at), n+len(piece)
+			if n >= checksumChunk {
+				if err := flush(); err != nil {
 					return err
 				}
-				batch, room = batch[:0], checksumChunk
 			}
 		}
 	}
-	if err := out.all(batch); err != nil {
+	if err := flush(); err != nil {
 		return err
 	}
 	out.at = off
