@@ -146,18 +146,36 @@ func (l *ledger) takePooled(size int64) (file uint64, ok bool) {
 	return file, true
 }
 
+// trimPool keeps what is in use and the pool together within the cap, when a put has found no pooled file that is large enough.
+func (l *ledger) trimPool() {
+	most := l.s.caps.MaxBytes
+	for most > 0 && l.pool != 0 && l.residentBytes.Load()+l.stagingBytes.Load()+l.poolBytes.Load() > most {
+		i, sl := l.popPool()
+		sl.session = l.me
+		l.setState(sl, stTrash)
+		l.trash = append(l.trash, i)
+	}
+}
+
+// popPool takes the first file off the pool's list.
+func (l *ledger) popPool() (uint32, *slot) {
+	i := l.pool - 1
+	if i >= l.slotTop || l.slot(i).state != stPool {
+		panic(brokenLedger("pool"))
+	}
+	sl := l.slot(i)
+	l.pool = sl.next
+	l.point()
+	l.poolBytes.Add(-sl.size)
+	l.poolFiles.Add(-1)
+	return i, sl
+}
+
 // purgePool unlinks pooled files until n bytes came free; all of them if n is 0.
 func (l *ledger) purgePool(n int64) {
 	freed := int64(0)
-	for steps := 0; l.pool != 0 && (n == 0 || freed < n); steps++ {
-		if l.pool > l.slotTop || steps > maxSlots {
-			panic(brokenLedger("pool"))
-		}
-		i := l.pool - 1
-		sl := l.slot(i)
-		l.pool = sl.next
-		l.poolBytes.Add(-sl.size)
-		l.poolFiles.Add(-1)
+	for l.pool != 0 && (n == 0 || freed < n) {
+		i, sl := l.popPool()
 		freed += sl.size
 		_ = unix.Unlinkat(l.s.dirfd, sl.scratch(), 0) // what fails is swept
 		l.freeSlot(i)

@@ -228,7 +228,7 @@ func (s *Store) createLedger() error {
 	defer func() { _ = unix.Unlinkat(s.dirfd, name, 0) }()
 	_ = flock(fd, unix.LOCK_EX|unix.LOCK_NB) // tells a sweep that its writer lives
 	if err := allocate(fd, 0, headSize+segmentSize); err != nil {
-		return spaceError("open", s.dir, fmt.Sprintf("allocate a ledger of %d bytes", headSize+segmentSize), err)
+		return s.spaceError("open", s.dir, fmt.Sprintf("allocate a ledger of %d bytes", headSize+segmentSize), err)
 	}
 	var h header
 	copy(h.magic[:], ledgerMagic)
@@ -259,23 +259,27 @@ func (h *header) sum() uint32 {
 
 // allocate gives the file room, in zeros.
 func allocate(fd int, off, n int64) error {
-	for {
-		err := unix.Fallocate(fd, 0, off, n)
-		switch err {
-		case unix.EINTR:
-			continue
-		case unix.EOPNOTSUPP:
-			buf := make([]byte, 64<<10)
-			for n > 0 {
-				k, err := unix.Pwrite(fd, buf[:min(n, int64(len(buf)))], off)
-				if err != nil {
-					return err
-				}
-				off, n = off+int64(k), n-int64(k)
-			}
-			return nil
-		}
+	err := fallocate(fd, off, n)
+	if err != unix.EOPNOTSUPP {
 		return err
+	}
+	buf := make([]byte, 64<<10)
+	for n > 0 {
+		k, err := unix.Pwrite(fd, buf[:min(n, int64(len(buf)))], off)
+		if err != nil {
+			return err
+		}
+		off, n = off+int64(k), n-int64(k)
+	}
+	return nil
+}
+
+// fallocate gives the file blocks where it has none; what it holds stays.
+func fallocate(fd int, off, n int64) error {
+	for {
+		if err := unix.Fallocate(fd, 0, off, n); err != unix.EINTR {
+			return err
+		}
 	}
 }
 
@@ -296,9 +300,15 @@ func (s *Store) openLedger() (*ledger, error) {
 		}
 	}
 	l := &ledger{s: s, fd: fd}
-	if err := l.validate(); err != nil {
+	size, err := l.validate()
+	if err != nil {
 		_ = unix.Close(fd)
 		return nil, err
+	}
+	// A ledger that was copied may have holes, and a write to one through the mapping has no way to fail but a SIGBUS.
+	if err := fallocate(fd, 0, size); err != nil && err != unix.EOPNOTSUPP {
+		_ = unix.Close(fd)
+		return nil, s.spaceError("open", s.dir, "give the ledger the blocks that it lacks", err)
 	}
 	mem, err := unix.Mmap(fd, 0, int(headSize), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
@@ -309,14 +319,15 @@ func (s *Store) openLedger() (*ledger, error) {
 	return l, nil
 }
 
-func (l *ledger) validate() error {
-	bad := func(format string, args ...any) error {
-		return &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: open", Subject: l.s.dir + "/" + ledgerName, Detail: fmt.Sprintf(format, args...),
+// validate returns the size of what is in use.
+func (l *ledger) validate() (size int64, err error) {
+	bad := func(format string, args ...any) (int64, error) {
+		return 0, &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: open", Subject: l.s.dir + "/" + ledgerName, Detail: fmt.Sprintf(format, args...),
 			Hint: "if no process uses the store, remove the file: the samples are kept and wait for a claim for a day"}
 	}
 	var st unix.Stat_t
 	if err := unix.Fstat(l.fd, &st); err != nil {
-		return sysError("open", l.s.dir, "stat the ledger", err)
+		return 0, sysError("open", l.s.dir, "stat the ledger", err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Uid != uint32(os.Geteuid()) {
 		return bad("is no regular file of ours (mode %o, user %d), want one of user %d", st.Mode, st.Uid, os.Geteuid())
@@ -326,7 +337,7 @@ func (l *ledger) validate() error {
 	}
 	var h header
 	if n, err := unix.Pread(l.fd, unsafe.Slice((*byte)(unsafe.Pointer(&h)), unsafe.Sizeof(h)), 0); err != nil || n != int(unsafe.Sizeof(h)) {
-		return sysError("open", l.s.dir, "read the ledger", errors.Join(err, unix.EIO))
+		return 0, sysError("open", l.s.dir, "read the ledger", errors.Join(err, unix.EIO))
 	}
 	switch {
 	case string(h.magic[:]) != ledgerMagic:
@@ -339,10 +350,11 @@ func (l *ledger) validate() error {
 		h.segmentSlots != segmentSlots || h.segmentPins != segmentPins || h.segMax != maxSegments:
 		return bad("has parts of other sizes than this program knows")
 	}
-	if n := int64(h.segments.Load()); n < 1 || n > maxSegments || st.Size < headSize+n*segmentSize {
-		return bad("is %d bytes and claims %d segments, want 1 to %d and %d bytes for that many", st.Size, n, maxSegments, headSize+n*segmentSize)
+	n := int64(h.segments.Load())
+	if size = headSize + n*segmentSize; n < 1 || n > maxSegments || st.Size < size {
+		return bad("is %d bytes and claims %d segments, want 1 to %d and %d bytes for that many", st.Size, n, maxSegments, size)
 	}
-	return nil
+	return size, nil
 }
 
 func (l *ledger) unmap() {
@@ -423,7 +435,7 @@ func (l *ledger) grow() error {
 		return &sluice.Error{Kind: sluice.Full, Op: "dirstore: ledger", Subject: l.s.dir, Detail: fmt.Sprintf("has all of its %d slots or %d pins in use", maxSlots, maxSegments*segmentPins)}
 	}
 	if err := allocate(l.fd, headSize+n*segmentSize, segmentSize); err != nil {
-		return spaceError("ledger", l.s.dir, fmt.Sprintf("grow by %d bytes", segmentSize), err)
+		return l.s.spaceError("ledger", l.s.dir, fmt.Sprintf("grow by %d bytes", segmentSize), err)
 	}
 	l.point()
 	l.segments.Add(1)

@@ -190,36 +190,6 @@ func TestRunningOutOfRoomSurfacesAtReservation(t *testing.T) {
 	mustAudit(t, s, "at the end")
 }
 
-// TestARealFileSystemThatIsFull needs to mount one.
-func TestARealFileSystemThatIsFull(t *testing.T) {
-	t.Parallel()
-	mnt := filepath.Dir(shm(t))
-	if err := unix.Mount("tmpfs", mnt, "tmpfs", 0, "size=8m"); err != nil {
-		t.Skipf("no tmpfs can be mounted here: %v", err)
-	}
-	t.Cleanup(func() { _ = unix.Unmount(mnt, unix.MNT_DETACH) })
-	_, err := Open(filepath.Join(mnt, "s"), &Options{Caps: sluice.Caps{MaxBytes: 64 << 20}})
-	wantError(t, "caps over the size", err, sluice.NoSpace, "8388608")
-	s, err := Open(filepath.Join(mnt, "s"), &Options{Caps: sluice.Caps{MaxSamples: 100}})
-	must(t, err)
-	defer s.Close()
-	_, err = s.Reserve(t.Context(), 9<<20)
-	wantError(t, "Reserve", err, sluice.NoSpace)
-	r, err := s.Reserve(t.Context(), 3<<20)
-	must(t, err)
-	must(t, os.WriteFile(filepath.Join(mnt, "hog"), make([]byte, 5<<20), 0o600)) // after the reservation was given
-	before := s.Health()
-	_, err = s.Put(t.Context(), sampleOf("a", 1, 3<<20), r)
-	wantError(t, "Put", err, sluice.NoSpace, `"a"`)
-	if h := s.Health(); h != before {
-		t.Errorf("a put without room changed %+v to %+v", before, h)
-	}
-	mustAudit(t, s, "after the put without room")
-	must(t, os.Remove(filepath.Join(mnt, "hog")))
-	_, err = s.Put(t.Context(), sampleOf("a", 1, 3<<20), r)
-	must(t, err)
-}
-
 func TestSessionsAgreeOnCaps(t *testing.T) {
 	t.Parallel()
 	dir := shm(t)

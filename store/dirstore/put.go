@@ -264,6 +264,7 @@ func (l *ledger) stage(ref sluice.Ref, size int64, r sluice.Reservation) (p stag
 	l.setState(sl, stStaging)
 	l.stagingBytes.Add(n)
 	l.index(i)
+	l.trimPool()
 	p.slot, p.uid, p.scratch = i, sl.uid, sl.scratch()
 	return p, nil
 }
@@ -334,7 +335,7 @@ func (s *Store) writeSample(id string, p staged, layout *safetensors.Layout, fea
 	s.hooks.reach("created")
 	if err := layout.WriteFile(f, 0, features); err != nil {
 		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-			return 0, false, spaceError("put", id, fmt.Sprintf("write %d bytes", layout.Size()), err)
+			return 0, false, s.spaceError("put", id, fmt.Sprintf("write %d bytes", layout.Size()), err)
 		}
 		return 0, false, &sluice.Error{Kind: sluice.KindOf(err), Op: "dirstore: put", Subject: id, Err: err}
 	}
@@ -400,22 +401,28 @@ func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error)
 	if err != nil {
 		return 0, sysError("put", id, "create the scratch file", err)
 	}
-	for purged := false; ; {
-		err = unix.Fallocate(fd, 0, 0, size)
-		if (err == unix.ENOSPC || err == unix.EDQUOT) && !purged {
-			purged = true // and once more with what the pool gives back
-			_ = s.do(func(l *ledger) error { l.purgePool(0); return nil })
-			continue
-		}
-		if err != unix.EINTR {
-			break
-		}
+	err = s.allocate(fd, size)
+	if err == unix.ENOSPC || err == unix.EDQUOT { // once more with what can be given back
+		_ = s.do(func(l *ledger) error {
+			l.purgeTrash(true)
+			l.purgePool(0)
+			return nil
+		})
+		err = s.allocate(fd, size)
 	}
 	if err != nil && err != unix.EOPNOTSUPP {
 		_ = unix.Close(fd)
-		return 0, spaceError("put", id, fmt.Sprintf("allocate %d bytes (%s)", size, human(size)), err)
+		return 0, s.spaceError("put", id, fmt.Sprintf("allocate %d bytes (%s)", size, human(size)), err)
 	}
 	return fd, nil
+}
+
+// allocate gives a scratch file its room, where the file system can do so ahead of the writes.
+func (s *Store) allocate(fd int, size int64) error {
+	if s.hooks.noFallocate {
+		return unix.EOPNOTSUPP
+	}
+	return fallocate(fd, 0, size)
 }
 
 // recycle opens the pooled file under an exclusive lock, cut to size; ok is false if it must not be written to. The lock fails while any process has the file mapped,

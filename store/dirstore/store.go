@@ -78,6 +78,8 @@ type hooks struct {
 	room    func() int64
 	// forceReuse recycles files that are mapped, against what the ledger says; noLocks takes no lock on samples. They show what either is for.
 	forceReuse, noLocks bool
+	// noFallocate plays a file system that can't give a file its room ahead of the writes.
+	noFallocate bool
 	// sync is called instead of fsync.
 	sync func(fd int) error
 	// at is called at named points of a put.
@@ -410,8 +412,11 @@ func (s *Store) checkDirectory(op string) error {
 		return nil
 	}
 	what := "was replaced by another directory"
-	if err != nil {
+	switch {
+	case err != nil:
 		what = "can no longer be found"
+	case st.Mode&unix.S_IFMT == unix.S_IFLNK:
+		what = "was replaced by a symbolic link"
 	}
 	return &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: " + op, Subject: s.dir, Detail: what + " under the open store", Err: err, Hint: "close the store and open it again"}
 }
@@ -452,7 +457,7 @@ func sysError(op, subject, what string, err error) error {
 	e := &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: " + op, Subject: subject, Detail: "can't " + what, Err: err}
 	switch {
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return spaceError(op, subject, what, err)
+		e.Kind, e.Hint = sluice.NoSpace, "free room on the file system, or inodes (df -i)"
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.EROFS):
 		e.Kind = sluice.Denied
 	case errors.Is(err, unix.ELOOP):
@@ -467,10 +472,11 @@ func sysError(op, subject, what string, err error) error {
 	return e
 }
 
-func spaceError(op, subject, what string, err error) error {
+// spaceError wraps a failed system call that was to give a file its room.
+func (s *Store) spaceError(op, subject, what string, err error) error {
 	kind := sluice.NoSpace
 	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
 		kind = sluice.Unavailable
 	}
-	return &sluice.Error{Kind: kind, Op: "dirstore: " + op, Subject: subject, Detail: "can't " + what, Err: err, Hint: "free room on the file system"}
+	return &sluice.Error{Kind: kind, Op: "dirstore: " + op, Subject: subject, Detail: "can't " + what, Err: err, Hint: "free room there, or " + s.moreRoom()}
 }
