@@ -36,6 +36,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 		Example: `  sluice demo
   sluice demo --algorithm dspark --ranks 2
   sluice demo --processes --kill
+  sluice demo --service
   sluice demo --prompts mine.jsonl --model ./my-llama --store /dev/shm/demo --json`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -89,6 +90,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 	f.IntSliceVar(&o.AuxLayers, "aux-layers", nil, "decoder `layers` whose states are streamed, counted from 0, -1 for the embeddings (default 1,N/2-1,N-4)")
 	f.StringVar(&o.Store, "store", "", "where samples lie while the demo runs: mem, or a `directory`, from which they are removed at the end (default mem; with --processes, shared memory)")
 	f.BoolVar(&o.Processes, "processes", false, "make the producer and each consumer a process of its own, over one directory")
+	f.BoolVar(&o.Service, "service", false, "start a service (sluice serve) for store and queue; the producer and each consumer are processes that reach it as they would on any host")
 	f.BoolVar(&o.Kill, "kill", false, "kill a consumer with SIGKILL in the middle of a batch, and let a new one go on; implies --processes")
 	f.IntVar(&o.Ranks, "ranks", 1, "data-parallel ranks, at most 64; with more than one the run deals out windows")
 	f.IntVar(&o.Batch, "batch", 4, "samples a rank and step, at most 1024")

@@ -43,6 +43,8 @@ type Options struct {
 
 	// Processes makes the producer and each consumer a process of its own: this binary, started again with the arguments demo and [ChildCommand], at which it must call [Child].
 	Processes bool
+	// Service implies Processes. Queue and store are those of a service, which the demo starts as a process of its own: this binary with the argument serve.
+	Service bool
 	// Kill implies Processes. A consumer is killed once in the middle of a batch, and a new one goes on.
 	Kill bool
 
@@ -122,7 +124,7 @@ func (o Options) withDefaults() (Options, error) {
 	if o.Algorithm == "" {
 		o.Algorithm = sluice.EAGLE3
 	}
-	o.Processes = o.Processes || o.Kill
+	o.Processes = o.Processes || o.Kill || o.Service
 	switch {
 	case o.Processes && o.Store == "mem":
 		return o, &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: "--store", Detail: "is mem, which processes cannot share", Hint: "name a directory, or leave it out"}
@@ -206,6 +208,9 @@ func Run(ctx context.Context, o Options) (result *Result, err error) {
 	}
 	cfg.Caps = sluice.Caps{MaxBytes: o.MaxBytes}
 
+	if o.Service {
+		return runService(ctx, &o, cfg, info)
+	}
 	store, dir, err := openStore(o.Store, cfg.Caps)
 	if err != nil {
 		return nil, err
@@ -278,8 +283,8 @@ func quiet() *slog.Logger {
 type session struct {
 	o     *Options
 	info  sluice.TargetInfo
-	store sluice.ClaimStore
-	queue *queue.Queue
+	store sluice.Store
+	queue sluice.Queue
 	read  func() prompt.Stats
 	books *books
 	ranks []*tally
@@ -291,14 +296,12 @@ type session struct {
 	kills   int64
 }
 
-func newSession(ctx context.Context, o *Options, cfg sluice.RunConfig, info sluice.TargetInfo, store sluice.ClaimStore) (*session, error) {
-	s := &session{o: o, info: info, store: store, books: newBooks(), start: time.Now()}
+func newSession(o *Options, info sluice.TargetInfo, store sluice.Store, q sluice.Queue) *session {
+	s := &session{o: o, info: info, store: store, queue: q, books: newBooks(), start: time.Now()}
 	for range o.Ranks {
 		s.ranks = append(s.ranks, &tally{})
 	}
-	var err error
-	s.queue, err = queue.Open(ctx, cfg, store, nil)
-	return s, err
+	return s
 }
 
 // look notes how full the store is.
@@ -349,13 +352,14 @@ func trainer(rank int) string { return fmt.Sprintf("trainer-%d", rank) }
 const runID = "demo"
 
 func run(ctx context.Context, o *Options, cfg sluice.RunConfig, model *tinyllama.Model, rows *prompt.Reader, store sluice.ClaimStore) (result *Result, err error) {
-	s, err := newSession(ctx, o, cfg, model.Info(), store)
+	q, err := queue.Open(ctx, cfg, store, nil)
 	if err != nil {
 		return nil, err
 	}
+	s := newSession(o, model.Info(), store, q)
 	s.read = rows.Stats
 	lasting := context.WithoutCancel(ctx) // an interrupt must not keep anything from being given back
-	defer func() { err = errors.Join(err, s.queue.Stop(lasting)) }()
+	defer func() { err = errors.Join(err, q.Stop(lasting)) }()
 	producer, err := newProducer(model, store, s.queue, cfg.Schema, o)
 	if err != nil {
 		return nil, err

@@ -17,7 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/client"
 	"github.com/sluice-ml/sluice/prompt"
+	"github.com/sluice-ml/sluice/queue"
 	"github.com/sluice-ml/sluice/store/dirstore"
 	"github.com/sluice-ml/sluice/stream"
 	"github.com/sluice-ml/sluice/target/tinyllama"
@@ -48,7 +50,8 @@ type job struct {
 	Batch     int
 	MaxTokens int64
 
-	Store          string
+	Store          string // directory of the store, where the queue is the parent's
+	State          string // or the state directory of the service that has both
 	Folder, Beside string // what is to be removed if the parent can't do it any more: the demo's folder, and the one that it was made in
 	Pid            int    // of the parent
 }
@@ -81,20 +84,23 @@ type bye struct {
 
 // runProcesses is run with a process for the producer and for each consumer. This one has the queue, and with it the gate.
 func runProcesses(ctx context.Context, o *Options, cfg sluice.RunConfig, info sluice.TargetInfo, store sluice.ClaimStore, dir *folder) (result *Result, err error) {
-	s, err := newSession(ctx, o, cfg, info, store)
+	q, err := queue.Open(ctx, cfg, store, nil)
 	if err != nil {
 		return nil, err
 	}
-	lasting := context.WithoutCancel(ctx) // an interrupt must not keep anything from being given back
-	defer func() { err = errors.Join(err, s.queue.Stop(lasting)) }()
+	defer func() { err = errors.Join(err, q.Stop(context.WithoutCancel(ctx))) }() // an interrupt must not keep anything from being given back
+	return newSession(o, info, store, q).processes(ctx, job{Store: dir.store(), Folder: dir.Path, Beside: dir.parent})
+}
+
+// processes starts them; place says where store and queue are.
+func (s *session) processes(ctx context.Context, place job) (result *Result, err error) {
+	o, lasting := s.o, context.WithoutCancel(ctx)
 	var read atomic.Pointer[prompt.Stats]
 	read.Store(&prompt.Stats{})
 	s.read = func() prompt.Stats { return *read.Load() }
 
-	j := job{
-		Algorithm: o.Algorithm, Prompts: o.Prompts, Model: o.Model, AuxLayers: o.AuxLayers, Batch: o.Batch, MaxTokens: o.MaxTokens,
-		Store: dir.store(), Folder: dir.Path, Beside: dir.parent, Pid: os.Getpid(),
-	}
+	j := place
+	j.Algorithm, j.Prompts, j.Model, j.AuxLayers, j.Batch, j.MaxTokens, j.Pid = o.Algorithm, o.Prompts, o.Model, o.AuxLayers, o.Batch, o.MaxTokens, os.Getpid()
 	work, stop := context.WithCancel(ctx)
 	defer stop()
 	var children errgroup.Group // they end when the stream does, or with work
@@ -133,7 +139,7 @@ func runProcesses(ctx context.Context, o *Options, cfg sluice.RunConfig, info sl
 	}
 	consumed := s.watch(lasting, children.Wait)
 	seconds := time.Since(s.start).Seconds()
-	_, err = store.GC(lasting) // what a killed process held
+	_, err = s.store.GC(lasting) // what a killed process held
 	if s.kills = killer.kills.Load(); o.Kill && s.kills == 0 && produced == nil && consumed == nil {
 		consumed = &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: "--kill", Detail: "the prompts were over before a consumer could be killed in its second step", Hint: "give more prompts, or a smaller --batch"}
 	}
@@ -315,6 +321,26 @@ func Child(ctx context.Context) error {
 	return nil // the parent says what was wrong
 }
 
+// open opens the store and the queue: the parent's, or those of a service.
+func (j *job) open(ctx context.Context, parent *caller) (sluice.Store, sluice.Queue, func() error, error) {
+	if j.State == "" {
+		store, err := dirstore.Open(j.Store, &dirstore.Options{Logger: quiet()})
+		if err != nil {
+			return nil, nil, nil, err
+		}
+		return store, remoteQueue{parent}, store.Close, nil
+	}
+	c, err := client.Dial(ctx, client.Options{StateDir: j.State, Logger: quiet()})
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	run, err := c.Open(ctx, runID)
+	if err != nil {
+		return nil, nil, nil, errors.Join(err, c.Close())
+	}
+	return run.Store(), run.Queue(), c.Close, nil
+}
+
 // do does it, and leaves nothing open.
 func (j *job) do(ctx context.Context, parent *caller, last *bye) (err error) {
 	schema, err := sluice.SchemaOf(j.Algorithm)
@@ -326,11 +352,11 @@ func (j *job) do(ctx context.Context, parent *caller, last *bye) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, model.Close()) }()
-	store, err := dirstore.Open(j.Store, &dirstore.Options{Logger: quiet()})
+	store, queue, leave, err := j.open(ctx, parent)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, store.Close()) }()
+	defer func() { err = errors.Join(err, leave()) }()
 	event := func(e stream.Event) {
 		if e.Kind != stream.NotAdmitted {
 			_ = parent.call(context.WithoutCancel(ctx), "warn", e.String(), nil) // for people; a parent that is gone has none
@@ -338,9 +364,9 @@ func (j *job) do(ctx context.Context, parent *caller, last *bye) (err error) {
 	}
 	o := &Options{Algorithm: j.Algorithm, Prompts: j.Prompts, AuxLayers: j.AuxLayers, Batch: j.Batch, MaxTokens: j.MaxTokens}
 	if j.Produce {
-		return produce(ctx, parent, last, o, model, store, schema, event)
+		return produce(ctx, parent, last, o, model, store, queue, schema, event)
 	}
-	loader, err := newLoader(store, remoteQueue{parent}, schema, o, j.Rank, j.Incarnation, event)
+	loader, err := newLoader(store, queue, schema, o, j.Rank, j.Incarnation, event)
 	if err != nil {
 		return err
 	}
@@ -352,19 +378,19 @@ func (j *job) do(ctx context.Context, parent *caller, last *bye) (err error) {
 	})
 }
 
-func produce(ctx context.Context, parent *caller, last *bye, o *Options, model *tinyllama.Model, store sluice.Store, schema *sluice.Schema, event func(stream.Event)) error {
+func produce(ctx context.Context, parent *caller, last *bye, o *Options, model *tinyllama.Model, store sluice.Store, queue sluice.Queue, schema *sluice.Schema, event func(stream.Event)) error {
 	rows, err := openPrompts(o, model, schema)
 	if err != nil {
 		return err
 	}
-	producer, err := newProducer(model, store, remoteQueue{parent}, schema, o)
+	producer, err := newProducer(model, store, queue, schema, o)
 	if err != nil {
 		return errors.Join(err, rows.Close())
 	}
 	source := noting(rows, func(ctx context.Context, row [sha256.Size]byte) error {
 		return parent.call(ctx, "row", rowRead{row, rows.Stats()}, nil)
 	})
-	pipeline, err := stream.NewPipeline(producer, remoteQueue{parent}, source, &stream.PipelineOptions{OnEvent: event})
+	pipeline, err := stream.NewPipeline(producer, queue, source, &stream.PipelineOptions{OnEvent: event})
 	if err != nil {
 		return errors.Join(err, rows.Close())
 	}
