@@ -37,6 +37,7 @@ type arena struct {
 	empty  map[int64][]*segment // by size: places without pages
 	live   int                  // segments in use
 	used   int64                // their bytes that have pages
+	spare  int64                // those of them that no sample needs
 }
 
 // segment is a piece of the file.
@@ -70,12 +71,14 @@ func (a *arena) classOf(n int64) int64 {
 func (a *arena) alloc(n int64) (block, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	need := (n + a.page - 1) / a.page * a.page
+	need := a.inPages(n)
 	s := a.recycle(n)
-	if s != nil && s.backed > need+need/8 {
-		// Much more than is asked for: the tail goes back, or the bound would not hold.
-		if a.punch(s, need) == nil {
-			s.backed = need
+	if s != nil {
+		// A tail that nobody needs may stay while all of them together are no more than a sample: samples take at most a sample more than the cap.
+		if spare := s.backed - need; spare > need/8 || spare > 0 && a.spare+spare > need {
+			if a.punch(s, need) == nil {
+				s.backed = need
+			}
 		}
 	}
 	if s == nil {
@@ -96,8 +99,12 @@ func (a *arena) alloc(n int64) (block, error) {
 	s.size, s.booked, s.wrote = n, s.backed+grow, 0
 	a.live++
 	a.used += s.booked
+	a.spare += s.booked - need
 	return block{seg: s}, nil
 }
+
+// inPages rounds n up to whole pages.
+func (a *arena) inPages(n int64) int64 { return (n + a.page - 1) / a.page * a.page }
 
 // recycle takes the smallest idle segment that holds n bytes and is not much too large, the last used first: the processor may still
 // know it.
@@ -289,6 +296,7 @@ func (s *segment) free() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.used -= s.booked
+	a.spare -= s.booked - a.inPages(s.size)
 	a.live--
 	if a.closed {
 		_ = a.punch(s, 0) // what stays goes with the file
@@ -297,7 +305,7 @@ func (s *segment) free() {
 	}
 	// Only what was really written has pages, and lies before the end of the file: a put may have failed midway, and touching more
 	// through the mapping would be a fault.
-	s.backed = max(s.backed, (s.wrote+a.page-1)/a.page*a.page)
+	s.backed = max(s.backed, a.inPages(s.wrote))
 	s.since = a.clock.Now()
 	class := int64(len(s.shared))
 	a.idle[class] = append(a.idle[class], s)

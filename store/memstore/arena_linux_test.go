@@ -2,7 +2,9 @@ package memstore
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
@@ -295,5 +297,122 @@ func TestAReadingServesForAWhile(t *testing.T) {
 	}
 	if err := m.has(1001); err == nil {
 		t.Error("more than there is can be had")
+	}
+}
+
+func TestSamplesThatShrinkALittleKeepToTheCapAndASample(t *testing.T) {
+	const limit = 16 << 20
+	s := open(t, &Options{Caps: sluice.Caps{MaxBytes: limit}})
+	for n := int64(2 << 20); n > 250_000; n = n * 15 / 16 { // into segments that are a sixteenth too large
+		var refs []sluice.Ref
+		for i := range limit / n {
+			refs = append(refs, put(t, s, sample(fmt.Sprint(i), n, 1)))
+		}
+		if got, most := pages(t, s), limit+n+4096*(limit/n); got > most {
+			t.Errorf("%d samples of %d bytes: the file has %d bytes, at most %d are allowed", limit/n, n, got, most)
+		}
+		for _, ref := range refs {
+			must(t, s.Abort(t.Context(), ref))
+		}
+	}
+}
+
+// anonymous tells how much memory of this process is in no file, and takes none for that.
+func anonymous(t testing.TB) func() int64 {
+	t.Helper()
+	status, err := os.Open("/proc/self/status")
+	must(t, err)
+	t.Cleanup(func() { must(t, status.Close()) })
+	buf := make([]byte, 4096)
+	return func() (kib int64) {
+		n, err := unix.Pread(int(status.Fd()), buf, 0)
+		must(t, err)
+		_, rest, _ := bytes.Cut(buf[:n], []byte("\nRssAnon:"))
+		for _, c := range bytes.TrimLeft(rest, " \t") {
+			if c < '0' || c > '9' {
+				break
+			}
+			kib = 10*kib + int64(c-'0')
+		}
+		return kib << 10
+	}
+}
+
+// TestStreamingTwentyTimesTheCapNeverTakesMoreThanTheCapAndASample measures the store's memory file, plus the anonymous memory that the process has taken since it
+// was warm, after each call. It is not parallel to any other test.
+func TestStreamingTwentyTimesTheCapNeverTakesMoreThanTheCapAndASample(t *testing.T) {
+	const most, maxBytes = 12 << 20, 36 << 20
+	s := open(t, &Options{Caps: sluice.Caps{MaxBytes: maxBytes}})
+	content := sample("content", 2*most, 1).Features[1].Data[:most]
+	anon := anonymous(t)
+	var base, peak, peakOfFile int64
+	measure := func() {
+		file := pages(t, s)
+		peakOfFile = max(peakOfFile, file)
+		if base > 0 {
+			peak = max(peak, file+anon()-base)
+		}
+	}
+	type held struct {
+		ref sluice.Ref
+		ts  *sluice.Tensors // nil until it was got
+	}
+	var line []held
+	look := func(h *held) {
+		if h.ts != nil {
+			return
+		}
+		h.ts = get(t, s, h.ref)
+		for at, data := 0, h.ts.Features[0].Data; at < len(data); at += 4096 {
+			if data[at] != content[at] {
+				t.Fatalf("byte %d of %s is %d, want %d", at, h.ref, data[at], content[at])
+			}
+		}
+	}
+	rng := rand.New(rand.NewPCG(1, 2))
+	full, streamed := 0, int64(0)
+	for n := 0; streamed < 21*maxBytes; n++ {
+		if base == 0 && streamed > maxBytes {
+			base = anon() // the runtime has what it needs
+		}
+		size := heapBelow + rng.IntN(most-heapBelow+1)
+		if n%3 > 0 {
+			size = heapBelow + rng.IntN(most/8)
+		}
+		sm := sample(fmt.Sprint("s-", n), 1, 1)
+		sm.Features = []sluice.Feature{{Name: "a", Tensor: sluice.Tensor{Spec: sluice.Spec{DType: sluice.UInt8, Shape: []int64{int64(size)}}, Data: content[:size]}}}
+		r, err := s.Reserve(t.Context(), int64(size))
+		for errors.Is(err, sluice.ErrFull) { // then the consumer goes on
+			full++
+			if len(line) == 0 {
+				t.Fatalf("nothing is out, and yet: %v", err)
+			}
+			i := rng.IntN(len(line))
+			look(&line[i])
+			must(t, s.Unclaim(line[i].ref, "queue"))
+			must(t, line[i].ts.Release(t.Context()))
+			line = append(line[:i], line[i+1:]...)
+			measure()
+			r, err = s.Reserve(t.Context(), int64(size))
+		}
+		must(t, err)
+		ref, err := s.Put(t.Context(), sm, r)
+		must(t, err)
+		must(t, s.Claim(ref, "queue"))
+		measure()
+		line, streamed = append(line, held{ref: ref}), streamed+int64(size)
+		look(&line[rng.IntN(len(line))])
+	}
+	t.Logf("%.0f MB streamed, %d times full; at most %.1f MB in the file, %.1f MB with anonymous memory; the cap is %.1f MB", float64(streamed)/1e6, full, float64(peakOfFile)/1e6, float64(peak)/1e6, maxBytes/1e6)
+	if peak > maxBytes+most {
+		t.Errorf("%d bytes were taken, want at most the cap of %d and a sample of %d", peak, maxBytes, most)
+	}
+	if full < 10 || peakOfFile < maxBytes*3/4 {
+		t.Errorf("full %d times, at most %d bytes in the file: the test says nothing", full, peakOfFile)
+	}
+	for _, h := range line {
+		if h.ts != nil {
+			must(t, h.ts.Release(t.Context()))
+		}
 	}
 }
