@@ -79,71 +79,91 @@ func (j *journal) corrupt(op, format string, args ...any) error {
 
 // claim finds or makes the stream and takes it over from whoever wrote it before.
 func (j *journal) claim(ctx context.Context) error {
-	name := j.js.stream(j.name)
-	stream, err := j.line.js.Stream(ctx, name)
-	if errors.Is(err, jetstream.ErrStreamNotFound) {
-		stream, err = j.line.js.CreateStream(ctx, jetstream.StreamConfig{
-			Name: name, Subjects: []string{j.js.subject(j.name) + ".*"}, Replicas: j.js.opts.Replicas, DenyDelete: true,
-		})
-	}
+	err := j.line.call(ctx, "open", j.name, func(ctx context.Context) (err error) {
+		name := j.js.stream(j.name)
+		j.stream, err = j.line.js.Stream(ctx, name)
+		if errors.Is(err, jetstream.ErrStreamNotFound) {
+			j.stream, err = j.line.js.CreateStream(ctx, jetstream.StreamConfig{
+				Name: name, Subjects: []string{j.js.subject(j.name) + ".*"}, Replicas: j.js.opts.Replicas, DenyDelete: true,
+			})
+		}
+		return err
+	})
 	if err != nil {
-		return j.line.explain(err, "open", j.name)
+		return err
 	}
-	j.stream = stream
 	if j.acked, err = j.js.openAcked(j.name); err != nil {
 		return err
 	}
+	if err := j.takeOver(ctx); err != nil {
+		return errors.Join(err, j.acked.close())
+	}
+	return nil
+}
+
+// takeOver writes our claim behind whatever there is, and finds where a replay begins.
+func (j *journal) takeOver(ctx context.Context) error {
+	var st jetstream.StreamState
 	for tries := 0; ; tries++ {
-		info, err := stream.Info(ctx)
-		if err != nil {
-			return j.abandon(j.line.explain(err, "open", j.name))
+		var err error
+		if st, err = j.state(ctx, "open"); err != nil {
+			return err
 		}
-		st := &info.State
 		if err := j.acked.check(st.LastSeq, j.js.opts); err != nil {
-			return j.abandon(err)
+			return err
 		}
 		j.seq = st.LastSeq
 		j.buf = append(j.buf[:0], make([]byte, headSize)...)
 		err = j.publish(ctx, kindClaim, 0)
-		if errors.Is(err, sluice.ErrStale) && tries < 10 && j.line.cause() == nil {
-			continue // whoever writes has written; the next time it finds that its place is taken
+		if err == nil {
+			break
 		}
-		if err != nil {
-			return j.abandon(err)
+		if !errors.Is(err, sluice.ErrStale) || tries == 10 || j.line.cause() != nil {
+			return err
 		}
-		j.begin, j.end = 1, j.seq
-		first := st.FirstSeq
-		if st.Msgs == 0 {
-			first = j.seq
-		}
-		if err := j.findSnapshot(ctx); err != nil {
-			return j.abandon(err)
-		}
-		if first > j.begin {
-			return j.abandon(j.corrupt("open", "begins at message %d, want %d", first, j.begin))
-		}
-		if first < j.begin {
-			if err := j.purge(ctx); err != nil {
-				return j.abandon(err)
-			}
-		}
-		return nil
+		// Whoever writes has written meanwhile. Sooner or later it finds its place taken.
 	}
+	j.begin, j.end = 1, j.seq
+	if err := j.findSnapshot(ctx); err != nil {
+		return err
+	}
+	first := st.FirstSeq
+	if st.Msgs == 0 {
+		first = j.end
+	}
+	switch {
+	case first > j.begin:
+		return j.corrupt("open", "begins at message %d, want %d", first, j.begin)
+	case first < j.begin:
+		return j.purge(ctx) // the writer before died when it was about to
+	}
+	return nil
 }
 
-// abandon is for an opening that failed.
-func (j *journal) abandon(err error) error {
-	return errors.Join(err, j.acked.close())
+func (j *journal) state(ctx context.Context, op string) (jetstream.StreamState, error) {
+	var st jetstream.StreamState
+	err := j.line.call(ctx, op, j.name, func(ctx context.Context) error {
+		info, err := j.stream.Info(ctx)
+		if err == nil {
+			st = info.State
+		}
+		return err
+	})
+	return st, err
 }
 
 // findSnapshot finds where the last snapshot begins and ends.
 func (j *journal) findSnapshot(ctx context.Context) error {
-	raw, err := j.stream.GetLastMsgForSubject(ctx, j.js.subject(j.name)+".snapshot")
-	if errors.Is(err, jetstream.ErrMsgNotFound) {
-		return nil
-	}
-	if err != nil {
-		return j.line.explain(err, "open", j.name)
+	var raw *jetstream.RawStreamMsg
+	err := j.line.call(ctx, "open", j.name, func(ctx context.Context) (err error) {
+		raw, err = j.stream.GetLastMsgForSubject(ctx, j.js.subject(j.name)+".snapshot")
+		if errors.Is(err, jetstream.ErrMsgNotFound) {
+			raw, err = nil, nil
+		}
+		return err
+	})
+	if err != nil || raw == nil {
+		return err
 	}
 	m, err := parse(raw.Data)
 	if err == nil && (m.kind != kindSnapshot || m.seq != raw.Sequence || uint64(m.parts) >= m.seq) {
@@ -158,10 +178,9 @@ func (j *journal) findSnapshot(ctx context.Context) error {
 
 // purge removes what the snapshot replaces. To do it twice does no harm.
 func (j *journal) purge(ctx context.Context) error {
-	if err := j.stream.Purge(ctx, jetstream.WithPurgeSequence(j.begin)); err != nil {
-		return j.line.explain(err, "compact", j.name)
-	}
-	return nil
+	return j.line.call(ctx, "compact", j.name, func(ctx context.Context) error {
+		return j.stream.Purge(ctx, jetstream.WithPurgeSequence(j.begin))
+	})
 }
 
 // Append implements [sluice.Journal]. A record may hold [MaxRecord] bytes.
@@ -403,10 +422,7 @@ func (j *journal) publish(ctx context.Context, kind byte, parts uint32) error {
 		if time.Now().After(deadline) || ctx.Err() != nil {
 			return j.line.explain(err, "append", j.name)
 		}
-		select {
-		case <-time.After(pause):
-		case <-ctx.Done():
-		}
+		j.line.sleep(ctx, pause)
 	}
 }
 

@@ -40,7 +40,8 @@ type line struct {
 	owned func() // gives up the ownership at a server elsewhere
 	stop  func() // of the embedded server
 
-	damaged map[string]error // journals that the embedded server did not take up
+	patience time.Duration
+	damaged  map[string]error // journals that the embedded server did not take up
 }
 
 func (l *line) close(why error) {
@@ -53,6 +54,36 @@ func (l *line) close(why error) {
 	}
 	if l.stop != nil {
 		l.stop()
+	}
+}
+
+// call asks the server for something that may be asked for twice, and does so while it does not answer, as long as the patience lasts.
+func (l *line) call(ctx context.Context, op, name string, ask func(ctx context.Context) error) error {
+	deadline := time.Now().Add(l.patience)
+	for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		if why := l.cause(); why != nil {
+			return why
+		}
+		once, cancel := context.WithTimeout(ctx, askAgain)
+		err := ask(once)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		err = l.explain(err, op, name)
+		if !errors.Is(err, sluice.ErrUnavailable) || ctx.Err() != nil || time.Now().After(deadline) {
+			return err
+		}
+		l.sleep(ctx, pause)
+	}
+}
+
+// sleep waits for the pause, or until there is no sense in it any more.
+func (l *line) sleep(ctx context.Context, pause time.Duration) {
+	select {
+	case <-time.After(pause):
+	case <-ctx.Done():
+	case <-l.ctx.Done():
 	}
 }
 
@@ -111,7 +142,7 @@ func (js *Journals) Owner() Owner { return js.owner }
 // connect makes a line over a connection with the given options.
 func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
 	log := js.opts.Logger
-	l := &line{}
+	l := &line{patience: js.opts.Patience}
 	l.ctx, l.end = context.WithCancelCause(context.Background())
 	options := append([]nats.Option{
 		nats.Name("sluice " + js.owner.ID),
@@ -270,16 +301,17 @@ func (js *Journals) List(ctx context.Context) ([]string, error) {
 
 func (js *Journals) list(ctx context.Context, l *line) ([]string, error) {
 	var names []string
-	streams := l.js.StreamNames(ctx, jetstream.WithStreamListSubject(js.opts.Prefix+".*.*"))
-	for stream := range streams.Name() {
-		if name, ok := strings.CutPrefix(stream, js.opts.Prefix+"="); ok {
-			names = append(names, fromStream.Replace(name))
+	err := l.call(ctx, "list", js.opts.Prefix, func(ctx context.Context) error {
+		names = nil
+		streams := l.js.StreamNames(ctx, jetstream.WithStreamListSubject(js.opts.Prefix+".*.*"))
+		for stream := range streams.Name() {
+			if name, ok := strings.CutPrefix(stream, js.opts.Prefix+"="); ok {
+				names = append(names, fromStream.Replace(name))
+			}
 		}
-	}
-	if err := streams.Err(); err != nil {
-		return nil, l.explain(err, "list", "")
-	}
-	return names, nil
+		return streams.Err()
+	})
+	return names, err
 }
 
 // Delete removes a journal and all that is in it. A writer that has it open finds it closed.
@@ -311,14 +343,18 @@ func (js *Journals) Delete(ctx context.Context, name string) error {
 		}
 		return nil
 	}
-	err = l.js.DeleteStream(ctx, js.stream(name))
-	switch {
-	case errors.Is(err, jetstream.ErrStreamNotFound):
-		return fail(sluice.NotFound, "delete", name, "there is no such journal")
-	case err != nil:
-		return l.explain(err, "delete", name)
-	}
-	return nil
+	asked := false
+	return l.call(ctx, "delete", name, func(ctx context.Context) error {
+		err := l.js.DeleteStream(ctx, js.stream(name))
+		if errors.Is(err, jetstream.ErrStreamNotFound) {
+			if asked {
+				return nil
+			}
+			err = fail(sluice.NotFound, "delete", name, "there is no such journal")
+		}
+		asked = true
+		return err
+	})
 }
 
 // Close writes what is left of open journals, closes them, and lets go of the directory or the prefix.

@@ -3,7 +3,6 @@ package natsjournal
 import (
 	"context"
 	"errors"
-	"slices"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -113,8 +112,8 @@ func (r *reader) take(m message) error {
 			return errors.New("is a piece out of turn")
 		}
 		r.parts++
-		r.carry = slices.Concat(r.carry, m.body)
-		if m.seq < r.snapshot { // it may be large, and is whole
+		r.carry = append(r.carry, m.body...) // never in a message's memory, whose records f may keep
+		if m.seq < r.snapshot {              // it may be large, and is whole
 			return r.emit()
 		}
 		return nil
@@ -125,7 +124,7 @@ func (r *reader) take(m message) error {
 	if r.carry == nil {
 		r.carry = m.body
 	} else {
-		r.carry = slices.Concat(r.carry, m.body)
+		r.carry = append(r.carry, m.body...)
 	}
 	if err := r.emit(); err != nil {
 		return err
