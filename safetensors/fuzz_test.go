@@ -47,10 +47,18 @@ func FuzzParseHeader(f *testing.F) {
 			if sluice.KindOf(err) != sluice.Corrupt || h != nil {
 				t.Fatalf("refused as %q with %v: %v", sluice.KindOf(err), h, err)
 			}
+			if open, err := ParseHeader(file, -1); err == nil {
+				if _, err := ParseHeader(file, open.Size()); err != nil {
+					t.Fatalf("without the size it is accepted, with the one that it gives refused: %v", err)
+				}
+			}
 			return
 		}
 		if h.Size() != size {
 			t.Fatalf("size is %d, want %d", h.Size(), size)
+		}
+		if open, err := ParseHeader(file, -1); err != nil || open.Size() != size {
+			t.Fatalf("without the size, it is refused (%v) or gives %+v", err, open)
 		}
 		var features []sluice.Feature
 		end := int64(0)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"slices"
 	"sync"
 	"unicode/utf8"
@@ -103,12 +104,17 @@ func (h *Header) Checksums() (map[string]uint32, error) {
 	return sums, nil
 }
 
-// ParseHeader reads the header of a file of the given size in bytes. data is the beginning of the file, at least to the
-// end of the header; what follows is not looked at. The result shares no memory with data.
+// ParseHeader reads the header of a file of the given size in bytes; below zero, of a file whose size nobody knows yet, which is
+// then the Size of the header. data is the beginning of the file, at least to the end of the header; what follows is not
+// looked at. The result shares no memory with data.
 //
 // Every refusal is [sluice.Corrupt] and names the tensor or the field, what was found and what was expected. Byte numbers
 // count from the header's opening brace, those of data from DataStart.
 func ParseHeader(data []byte, size int64) (*Header, error) {
+	known := size >= 0
+	if !known {
+		size = math.MaxInt64
+	}
 	n, err := headerLength(data, size)
 	if err != nil {
 		return nil, err
@@ -116,7 +122,7 @@ func ParseHeader(data []byte, size int64) (*Header, error) {
 	if int64(len(data)) < lengthBytes+n {
 		return nil, corrupt("parse", "header", "is %d bytes long, only %d of them are here", n, len(data)-lengthBytes)
 	}
-	return parseHeader(string(data[lengthBytes:lengthBytes+n]), size)
+	return parseHeader(string(data[lengthBytes:lengthBytes+n]), size, known)
 }
 
 // ReadHeader reads the header of a file of the given size in bytes through r, with one read if the header is of usual
@@ -133,14 +139,14 @@ func ReadHeader(r io.ReaderAt, size int64) (*Header, error) {
 		return nil, err
 	}
 	if lengthBytes+n <= int64(len(head)) {
-		return parseHeader(string(head[lengthBytes:lengthBytes+n]), size)
+		return parseHeader(string(head[lengthBytes:lengthBytes+n]), size, true)
 	}
 	text := make([]byte, n)
 	got := copy(text, head[lengthBytes:])
 	if err := readFull(r, text[got:], firstRead, "header"); err != nil {
 		return nil, err
 	}
-	return parseHeader(string(text), size)
+	return parseHeader(string(text), size, true)
 }
 
 // firstRead is enough for the header of a sample, ref and checksums included.
@@ -180,13 +186,13 @@ func readFull(r io.ReaderAt, buf []byte, off int64, what string) error {
 	return failed("read", what, fmt.Sprintf("stopped after %d of %d bytes", off+int64(n), off+int64(len(buf))), err)
 }
 
-// parseHeader parses the JSON of a header and checks it against the size of its file.
-func parseHeader(text string, size int64) (*Header, error) {
+// parseHeader parses the JSON of a header and checks it against the size of its file, or against a bound that the size has if it is not known.
+func parseHeader(text string, size int64, known bool) (*Header, error) {
 	s := scanner{text: text, op: "parse", subject: "header", maxItems: MaxItems}
-	return s.header(size)
+	return s.header(size, known)
 }
 
-func (s *scanner) header(size int64) (*Header, error) {
+func (s *scanner) header(size int64, known bool) (*Header, error) {
 	text := s.text
 	if text == "" {
 		return nil, s.fail("is empty, want a JSON object")
@@ -251,15 +257,19 @@ func (s *scanner) header(size int64) (*Header, error) {
 			return nil, s.fail("has %q at byte %d behind its closing '}', want nothing but spaces", text[i], i)
 		}
 	}
-	if err := h.cover(dataSize); err != nil {
+	end, err := h.cover()
+	if err != nil {
 		return nil, err
+	}
+	if known && end != dataSize {
+		return nil, corrupt("parse", "data", "is %d bytes long, but the tensors end at byte %d", dataSize, end)
 	}
 	return h, nil
 }
 
-// cover puts the entries in the order of their data, and checks that they leave no hole, overlap nowhere, and end where
-// the file ends.
-func (h *Header) cover(dataSize int64) error {
+// cover puts the entries in the order of their data, checks that they leave no hole and overlap nowhere, and returns where
+// they end.
+func (h *Header) cover() (int64, error) {
 	byOffset := func(a, b Entry) int {
 		return cmp.Or(cmp.Compare(a.Begin, b.Begin), cmp.Compare(a.End, b.End))
 	}
@@ -273,18 +283,15 @@ func (h *Header) cover(dataSize int64) error {
 	for i := range h.Entries {
 		switch e := &h.Entries[i]; {
 		case e.Begin > end:
-			return corrupt("parse", e.Name, "begins at byte %d of the data, want %d: nothing covers the %d bytes between",
+			return 0, corrupt("parse", e.Name, "begins at byte %d of the data, want %d: nothing covers the %d bytes between",
 				e.Begin, end, e.Begin-end)
 		case e.Begin < end:
-			return corrupt("parse", e.Name, "begins at byte %d of the data, want %d: it overlaps %q", e.Begin, end, clip(h.Entries[i-1].Name))
+			return 0, corrupt("parse", e.Name, "begins at byte %d of the data, want %d: it overlaps %q", e.Begin, end, clip(h.Entries[i-1].Name))
 		default:
 			end = e.End
 		}
 	}
-	if end != dataSize {
-		return corrupt("parse", "data", "is %d bytes long, but the tensors end at byte %d", dataSize, end)
-	}
-	return nil
+	return end, nil
 }
 
 // entry parses what the header says about one tensor, and checks that shape, dtype and offsets agree.

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"io"
 	"strings"
 	"testing"
@@ -133,6 +134,26 @@ func manyTensors(n, dup int) string {
 	return strings.TrimSuffix(b.String(), ",") + "}"
 }
 
+func TestAHeaderTellsTheSizeThatNobodyKnows(t *testing.T) {
+	t.Parallel()
+	file := func(json string) []byte {
+		return append(binary.LittleEndian.AppendUint64(nil, uint64(len(json))), json...)
+	}
+	h, err := ParseHeader(file(`{"a":{"dtype":"U8","shape":[3],"data_offsets":[4,7]},`+one+`}`), -1)
+	if err != nil || h.Size() != h.DataStart+7 || len(h.Entries) != 2 || h.Entries[1].Name != "a" {
+		t.Errorf("a good header gives %+v, %v", h, err)
+	}
+	for _, bad := range []string{
+		`{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},` + one + `}`,
+		`{"a":{"dtype":"U8","shape":[3],"data_offsets":[3,6]},` + one + `}`,
+		fmt.Sprintf(`{"a":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}}`, int64(math.MaxInt64-1), int64(math.MaxInt64)),
+	} {
+		if h, err := ParseHeader(file(bad), -1); sluice.KindOf(err) != sluice.Corrupt {
+			t.Errorf("%s gives %+v, %v", bad, h, err)
+		}
+	}
+}
+
 func TestParseHeaderRefusesLengths(t *testing.T) {
 	t.Parallel()
 	length := func(n uint64) []byte { return binary.LittleEndian.AppendUint64(nil, n) }
@@ -143,7 +164,8 @@ func TestParseHeaderRefusesLengths(t *testing.T) {
 	}{
 		"empty file":                 {nil, 0, `safetensors: parse "file": is 0 bytes long, want at least the 8 of the header length`},
 		"seven bytes":                {make([]byte, 7), 7, `safetensors: parse "file": is 7 bytes long, want at least the 8 of the header length`},
-		"negative size":              {make([]byte, 8), -1, `safetensors: parse "file": is 0 bytes long, want at least the 8 of the header length`},
+		"no size, seven bytes":       {make([]byte, 7), -1, `safetensors: parse "file": is 7 bytes long, want at least the 8 of the header length`},
+		"no size, length too large":  {length(100_000_001), -1, `safetensors: parse "header length": is 100000001, want at most 100000000`},
 		"length beyond the format":   {length(100_000_001), 1 << 40, `safetensors: parse "header length": is 100000001, want at most 100000000`},
 		"length beyond int64":        {length(1<<64 - 1), 1 << 40, `safetensors: parse "header length": is 18446744073709551615, want at most 100000000`},
 		"length beyond the file":     {length(3), 10, `safetensors: parse "header length": is 3, but only 2 bytes follow it in the file`},
@@ -317,11 +339,11 @@ func TestParseHeaderBoundsTheNumberOfItems(t *testing.T) {
 	t.Parallel()
 	metadata := `{"__metadata__":{"a":"","b":"","c":"","d":""}}`
 	s := scanner{text: metadata, op: "parse", maxItems: 3}
-	_, err := s.header(int64(8 + len(metadata)))
+	_, err := s.header(int64(8+len(metadata)), true)
 	wantKind(t, err, sluice.Corrupt, `safetensors: parse "__metadata__": has more than 3 keys`)
 	tensors := manyTensors(4, 3)
 	s = scanner{text: tensors, op: "parse", maxItems: 3}
-	_, err = s.header(int64(8 + len(tensors) + 4))
+	_, err = s.header(int64(8+len(tensors)+4), true)
 	wantKind(t, err, sluice.Corrupt, `safetensors: parse "t3": is tensor 4, want at most 3`)
 	_, err = NewLayout(make([]sluice.Feature, MaxItems+1), nil)
 	wantKind(t, err, sluice.Invalid, `safetensors: layout "features": are 1048577, want at most 1048576`)

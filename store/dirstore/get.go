@@ -28,20 +28,10 @@ func (s *Store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 	if err := s.known("get", ref); err != nil {
 		return nil, err
 	}
-	handle := sluice.Handle{StoreURI: s.uri, SampleID: ref.SampleID(), ID: sluice.NewHandleID()}
-	var at slotCopy
-	if err := s.do(func(l *ledger) error {
-		i, sl := l.published(ref.SampleID(), digest(ref.Generation()))
-		if sl == nil {
-			return notFound("get", ref)
-		}
-		at = slotCopy{index: i, uid: sl.uid, ino: sl.ino, size: sl.size, verify: s.opts.Verify || !s.medium.tmpfs && sl.epoch != l.epoch}
-		_, err := l.newPin(i, handle.ID)
-		return err
-	}); err != nil {
+	handle, at, err := s.pin(ref)
+	if err != nil {
 		return nil, err
 	}
-	s.hooks.reach("pinned")
 	features, unmap, err := s.load(ref, at)
 	if err != nil {
 		return nil, s.undoPin(ref, handle, at, err)
@@ -51,6 +41,24 @@ func (s *Store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 		s.drop(handle, pinOpen)
 		return err
 	}), nil
+}
+
+// pin notes a new handle and mapping of a published sample.
+func (s *Store) pin(ref sluice.Ref) (handle sluice.Handle, at slotCopy, err error) {
+	handle = sluice.Handle{StoreURI: s.uri, SampleID: ref.SampleID(), ID: sluice.NewHandleID()}
+	err = s.do(func(l *ledger) error {
+		i, sl := l.published(ref.SampleID(), digest(ref.Generation()))
+		if sl == nil {
+			return notFound("get", ref)
+		}
+		at = slotCopy{index: i, uid: sl.uid, ino: sl.ino, size: sl.size, verify: s.opts.Verify || !s.medium.tmpfs && sl.epoch != l.epoch}
+		_, err := l.newPin(i, handle.ID)
+		return err
+	})
+	if err == nil {
+		s.hooks.reach("pinned")
+	}
+	return handle, at, err
 }
 
 // slotCopy is what get needs of a slot after it has let go of the ledger.
@@ -79,39 +87,51 @@ func notFound(op string, ref sluice.Ref) error {
 
 // load opens, locks, maps and checks a pinned sample. unmap gives memory and lock back.
 func (s *Store) load(ref sluice.Ref, at slotCopy) (features []sluice.Feature, unmap func() error, err error) {
+	f, m, features, err := s.openPinned(ref, at)
+	if err != nil {
+		return nil, nil, err
+	}
+	if s.medium.maps && s.medium.keepFD {
+		return features, func() error { return errors.Join(m.Close(), f.Close()) }, nil
+	}
+	_ = f.Close()
+	return features, m.Close, nil
+}
+
+// openPinned opens and locks the file of a pinned sample, maps and checks it.
+func (s *Store) openPinned(ref sluice.Ref, at slotCopy) (f *os.File, m *safetensors.Mapping, features []sluice.Feature, err error) {
 	id := ref.SampleID()
 	fd, err := s.openSample(id)
 	if err != nil {
 		if errors.Is(err, unix.ENOENT) {
-			return nil, nil, &sluice.Error{Kind: sluice.NotFound, Op: "dirstore: get", Subject: id, Detail: "its file was deleted by someone else", Err: err}
+			return nil, nil, nil, &sluice.Error{Kind: sluice.NotFound, Op: "dirstore: get", Subject: id, Detail: "its file was deleted by someone else", Err: err}
 		}
-		return nil, nil, sysError("get", id, "open the file", err)
+		return nil, nil, nil, sysError("get", id, "open the file", err)
 	}
-	f := os.NewFile(uintptr(fd), s.samplePath(id))
-	kept := false
+	f = os.NewFile(uintptr(fd), s.samplePath(id))
+	good := false
 	defer func() {
-		if !kept {
+		if !good {
 			_ = f.Close()
 		}
 	}()
 	if !s.hooks.noLocks {
 		if err := flock(fd, unix.LOCK_SH|unix.LOCK_NB); err != nil {
-			return nil, nil, &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: get", Subject: id, Detail: "another process holds an exclusive lock on the file", Err: err}
+			return nil, nil, nil, &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: get", Subject: id, Detail: "another process holds an exclusive lock on the file", Err: err}
 		}
 	}
 	// What is looked at from here on can't change.
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, nil, sysError("get", id, "stat the file", err)
+		return nil, nil, nil, sysError("get", id, "stat the file", err)
 	}
 	broken := func(format string, args ...any) error { return s.corrupt(id, fmt.Sprintf(format, args...), nil) }
 	if st.Ino != at.ino {
-		return nil, nil, broken("is inode %d, the store wrote inode %d: someone replaced the file", st.Ino, at.ino)
+		return nil, nil, nil, broken("is inode %d, the store wrote inode %d: someone replaced the file", st.Ino, at.ino)
 	}
 	if st.Size != at.size {
-		return nil, nil, broken("is %d bytes, the store wrote %d", st.Size, at.size)
+		return nil, nil, nil, broken("is %d bytes, the store wrote %d", st.Size, at.size)
 	}
-	var m *safetensors.Mapping
 	if s.medium.maps {
 		m, err = safetensors.Map(f, at.size)
 	} else {
@@ -121,17 +141,14 @@ func (s *Store) load(ref sluice.Ref, at slotCopy) (features []sluice.Feature, un
 		if errors.Is(err, sluice.ErrCorrupt) {
 			err = s.corrupt(id, "", err)
 		}
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
 	if features, err = s.check(ref, m, at); err != nil {
 		_ = m.Close()
-		return nil, nil, err
+		return nil, nil, nil, err
 	}
-	if s.medium.maps && s.medium.keepFD {
-		kept = true
-		return features, func() error { return errors.Join(m.Close(), f.Close()) }, nil
-	}
-	return features, m.Close, nil
+	good = true
+	return f, m, features, nil
 }
 
 // check compares the file with the ref, and its bytes with their checksums where that is due.

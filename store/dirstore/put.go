@@ -175,15 +175,49 @@ func (s *Store) Put(ctx context.Context, sample *sluice.Sample, r sluice.Reserva
 	if err != nil {
 		return sluice.Ref{}, err
 	}
+	id, size := ref.SampleID(), layout.Size()
+	return s.put(ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
+		return s.writeScratch(id, p, size, func(f *os.File) error {
+			if err := layout.WriteFile(f, 0, sample.Features); err != nil {
+				return s.writeError(id, size, err)
+			}
+			return nil
+		})
+	}})
+}
+
+// source is where the file of a put comes from.
+type source struct {
+	size int64 // of the file
+	// fill puts the whole file under the scratch name, and returns it open.
+	fill func(p staged) (*os.File, error)
+	// moved says that fill moves a file there, so that it needs none from the pool.
+	moved bool
+	// back, if set, takes the file of a put that failed out of the store again, from the name that it has there.
+	back func(name string)
+}
+
+// put takes the room for a sample, has its file made, and publishes it: what all ways into the store have in common. If the sample is here in this very generation already,
+// nothing is made, and its ref is returned: the call was repeated.
+func (s *Store) put(ctx context.Context, ref sluice.Ref, r sluice.Reservation, src source) (sluice.Ref, error) {
+	id := ref.SampleID()
 	var p staged
+	var here bool
 	if err := s.do(func(l *ledger) (err error) {
-		p, err = l.stage(ref, layout.Size(), r)
+		if _, sl := l.published(id, digest(ref.Generation())); sl != nil {
+			here = true
+			return nil
+		}
+		p, err = l.stage(ref, src, r)
 		return err
 	}); err != nil {
 		return sluice.Ref{}, err
 	}
+	if here {
+		return s.repeated(ref)
+	}
 	s.hooks.reach("staged")
-	ino, linked, err := s.writeSample(ref.SampleID(), p, layout, sample.Features)
+	ino, linked, err := s.writeSample(id, p, src)
 	if err == nil && ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
@@ -192,15 +226,34 @@ func (s *Store) Put(ctx context.Context, sample *sluice.Sample, r sluice.Reserva
 		err = s.do(func(l *ledger) error { return l.publish(p, ino) })
 	}
 	if err != nil {
+		name := p.scratch
 		if linked {
-			_ = unix.Unlinkat(s.dirfd, ref.SampleID()+sampleSuffix, 0)
+			name = id + sampleSuffix
 		}
+		if src.back != nil {
+			src.back(name)
+		}
+		_ = unix.Unlinkat(s.dirfd, name, 0)
 		_ = unix.Unlinkat(s.dirfd, p.scratch, 0)
 		_ = s.do(func(l *ledger) error { l.unstage(p); return nil })
 		return sluice.Ref{}, err
 	}
 	s.hooks.reach("published")
 	return ref, nil
+}
+
+// repeated is the answer to a put of a sample that is here in this generation.
+func (s *Store) repeated(ref sluice.Ref) (sluice.Ref, error) {
+	have, _, err := s.readRef(ref.SampleID())
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		return sluice.Ref{}, fail(sluice.Unavailable, "put", ref.SampleID(), "was here and was freed at this moment")
+	case err != nil:
+		return sluice.Ref{}, s.corrupt(ref.SampleID(), "", err)
+	case !have.Equal(ref):
+		return sluice.Ref{}, fail(sluice.Duplicate, "put", ref.SampleID(), "is here in the same generation with another ref: a generation stands for one put")
+	}
+	return have, nil
 }
 
 // plan checks everything about a sample that can be known without the store's state.
@@ -214,26 +267,35 @@ func (s *Store) plan(sample *sluice.Sample) (sluice.Ref, *safetensors.Layout, er
 	if err != nil {
 		return sluice.Ref{}, nil, invalid(err)
 	}
-	layoutOf := safetensors.NewChecksummedLayout
-	if s.medium.tmpfs && !s.opts.Verify {
-		layoutOf = safetensors.NewLayout
-	}
-	layout, err := layoutOf(sample.Features, map[string]string{safetensors.RefKey: ref.Canonical()})
+	layout, err := s.layout(ref, sample.Features)
 	if err != nil {
 		return sluice.Ref{}, nil, invalid(err)
 	}
 	return ref, layout, nil
 }
 
+// layout is how the store writes a sample. Data of the features may be nil.
+func (s *Store) layout(ref sluice.Ref, features []sluice.Feature) (*safetensors.Layout, error) {
+	layoutOf := safetensors.NewChecksummedLayout
+	if s.medium.tmpfs && !s.opts.Verify {
+		layoutOf = safetensors.NewLayout
+	}
+	return layoutOf(features, map[string]string{safetensors.RefKey: ref.Canonical()})
+}
+
 // stage takes id and room for a put.
-func (l *ledger) stage(ref sluice.Ref, size int64, r sluice.Reservation) (p staged, err error) {
+func (l *ledger) stage(ref sluice.Ref, src source, r sluice.Reservation) (p staged, err error) {
 	id, n := ref.SampleID(), ref.EstimatedBytes()
 	_, other := l.find(id)
 	if other != nil && other.state == stStaging {
 		l.reapDead() // it may be a put that died
 		_, other = l.find(id)
 	}
-	if other != nil {
+	switch {
+	case other == nil:
+	case other.state == stStaging && other.generation == digest(ref.Generation()):
+		return p, &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: put", Subject: id, Detail: "is being put in this generation at the moment", Hint: "try again"}
+	default:
 		return p, fail(sluice.Duplicate, "put", id, "the id is taken by a sample that is here")
 	}
 	i, sl := l.reservation(r.ID)
@@ -256,10 +318,12 @@ func (l *ledger) stage(ref sluice.Ref, size int64, r sluice.Reservation) (p stag
 		sl.held = n
 		l.reservedBytes.Add(more)
 	}
-	sl.session, sl.bytes, sl.size, sl.generation = l.me, n, size, digest(ref.Generation())
+	sl.session, sl.bytes, sl.size, sl.generation = l.me, n, src.size, digest(ref.Generation())
 	sl.setName(id)
-	if file, ok := l.takePooled(size); ok {
-		sl.file, p.recycled = file, true
+	if !src.moved {
+		if file, ok := l.takePooled(src.size); ok {
+			sl.file, p.recycled = file, true
+		}
 	}
 	l.setState(sl, stStaging)
 	l.stagingBytes.Add(n)
@@ -320,25 +384,50 @@ func (l *ledger) publish(p staged, ino uint64) error {
 	return nil
 }
 
-// writeSample writes the scratch file and links it to the sample's name. linked says whether the name was taken.
-func (s *Store) writeSample(id string, p staged, layout *safetensors.Layout, features []sluice.Feature) (ino uint64, linked bool, err error) {
-	fd, err := s.scratchFile(id, p, layout.Size())
+// writeScratch opens the scratch file with its room and has it written.
+func (s *Store) writeScratch(id string, p staged, size int64, write func(f *os.File) error) (f *os.File, err error) {
+	fd, err := s.scratchFile(id, p, size)
+	if err != nil {
+		return nil, err
+	}
+	f = os.NewFile(uintptr(fd), s.dir+"/"+p.scratch)
+	done := false
+	defer func() {
+		if !done {
+			_ = f.Close()
+		}
+	}()
+	s.hooks.reach("created")
+	if err := write(f); err != nil {
+		return nil, err
+	}
+	done = true
+	return f, nil
+}
+
+func (s *Store) writeError(id string, size int64, err error) error {
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		return s.spaceError("put", id, fmt.Sprintf("write %d bytes", size), err)
+	}
+	kind := sluice.KindOf(err)
+	if kind == "" {
+		kind = sluice.Unavailable
+	}
+	return &sluice.Error{Kind: kind, Op: "dirstore: put", Subject: id, Err: err}
+}
+
+// writeSample makes the scratch file and links it to the sample's name. linked says whether the name was taken.
+func (s *Store) writeSample(id string, p staged, src source) (ino uint64, linked bool, err error) {
+	f, err := src.fill(p)
 	if err != nil {
 		return 0, false, err
 	}
-	f := os.NewFile(uintptr(fd), s.dir+"/"+p.scratch)
 	defer func() {
 		if f != nil {
 			_ = f.Close()
 		}
 	}()
-	s.hooks.reach("created")
-	if err := layout.WriteFile(f, 0, features); err != nil {
-		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-			return 0, false, s.spaceError("put", id, fmt.Sprintf("write %d bytes", layout.Size()), err)
-		}
-		return 0, false, &sluice.Error{Kind: sluice.KindOf(err), Op: "dirstore: put", Subject: id, Err: err}
-	}
+	fd := int(f.Fd())
 	s.hooks.reach("written")
 	if s.opts.Durability == Power {
 		if err := s.sync(fd); err != nil {

@@ -1,0 +1,130 @@
+//go:build linux
+
+package dirstore
+
+import (
+	"context"
+	"os"
+	"sync"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/safetensors"
+)
+
+// Loan is a sample that somebody outside of this process reads: a pin, and the sample's file under a shared lock, so that its bytes stay as they are. Its methods may be called from
+// any goroutine.
+type Loan struct {
+	s      *Store
+	handle sluice.Handle
+	mapped bool
+	header *safetensors.Header
+	file   *os.File
+
+	mu   sync.Mutex
+	sums map[string]uint32
+	over sync.Once
+	err  error // of closing the file
+}
+
+// Lend pins the sample for a reader outside of this process. It is a [Store.Get] that leaves the mapping to the reader: the same is checked, with the same errors.
+//
+// mapped says that the reader maps the file in the store's directory, for which it takes a flock(LOCK_SH) of its own first. Then the bytes count until Close, as those of tensors do; otherwise
+// Release ends the loan as a whole. A loan takes a file descriptor. It ends with the session's process, like every pin; a store that is closed stays for its loans.
+func (s *Store) Lend(ctx context.Context, ref sluice.Ref, mapped bool) (*Loan, error) {
+	if err := s.enter(ctx, "lend"); err != nil {
+		return nil, err
+	}
+	defer s.life.RUnlock()
+	if err := s.checkDirectory("lend"); err != nil {
+		return nil, err
+	}
+	if err := s.known("lend", ref); err != nil {
+		return nil, err
+	}
+	handle, at, err := s.pin(ref)
+	if err != nil {
+		return nil, err
+	}
+	f, m, _, err := s.openPinned(ref, at)
+	if err != nil {
+		return nil, s.undoPin(ref, handle, at, err)
+	}
+	n := &Loan{s: s, handle: handle, mapped: mapped, header: m.Header(), file: f}
+	if err := m.Close(); err != nil {
+		_ = f.Close()
+		return nil, s.undoPin(ref, handle, at, err)
+	}
+	return n, nil
+}
+
+// Handle is the pin. The store's Release takes it too.
+func (n *Loan) Handle() sluice.Handle { return n.handle }
+
+// Name is the file's name in the store's directory, while the sample is neither aborted nor freed.
+func (n *Loan) Name() string { return n.handle.SampleID + sampleSuffix }
+
+// Size is the size of the file in bytes.
+func (n *Loan) Size() int64 { return n.header.Size() }
+
+// Header is what the file says of itself. It must not be modified.
+func (n *Loan) Header() *safetensors.Header { return n.header }
+
+// File is the sample's file, open for reading, for ReadAt and for handing on to a socket. It is the loan's: the caller neither closes it nor, since others use it too, moves its
+// offset. Once the loan is closed, reading fails with os.ErrClosed.
+func (n *Loan) File() *os.File { return n.file }
+
+// Checksums returns the crc32c of every feature's bytes: those in the file, or, on a medium whose files carry none, those of what is in the file now. They are computed once.
+func (n *Loan) Checksums(ctx context.Context) (map[string]uint32, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.sums != nil {
+		return n.sums, nil
+	}
+	sums, err := n.header.Checksums()
+	if err == nil && sums == nil {
+		sums, err = sumFile(ctx, n.file, n.header)
+	}
+	if err != nil {
+		return nil, err
+	}
+	n.sums = sums
+	return sums, nil
+}
+
+// Release gives the pin up, and the whole loan unless it is mapped. It is idempotent, as Close is.
+func (n *Loan) Release() error {
+	err := n.s.Release(context.Background(), n.handle)
+	if !n.mapped {
+		if cerr := n.Close(); err == nil {
+			err = cerr
+		}
+	}
+	return err
+}
+
+// Close says that the reader has unmapped the file: it counts no longer as a mapping. It does not touch the pin.
+func (n *Loan) Close() error {
+	n.over.Do(func() {
+		n.err = n.file.Close()
+		n.s.drop(n.handle, pinOpen)
+	})
+	return n.err
+}
+
+// Lost ends the loan of a reader that went without a word, and may have the file mapped yet: like a pin of a process that died, it is no release, and the file will never be overwritten.
+func (n *Loan) Lost() error {
+	err := n.s.do(func(l *ledger) error {
+		if i, p := l.findPin(n.handle.ID); p != nil {
+			l.slot(p.slot - 1).flags |= flTainted
+			l.settle(l.clearPin(i, pinHandle|pinOpen))
+		}
+		return nil
+	})
+	if sluice.KindOf(err) == sluice.Closed {
+		err = nil // so has the session, and nothing is out any more
+	}
+	if cerr := n.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}
