@@ -5,8 +5,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"io"
+	"math"
 	"strings"
 	"testing"
 
@@ -139,13 +139,13 @@ func TestAHeaderTellsTheSizeThatNobodyKnows(t *testing.T) {
 	file := func(json string) []byte {
 		return append(binary.LittleEndian.AppendUint64(nil, uint64(len(json))), json...)
 	}
-	h, err := ParseHeader(file(`{"a":{"dtype":"U8","shape":[3],"data_offsets":[4,7]},`+one+`}`), -1)
-	if err != nil || h.Size() != h.DataStart+7 || len(h.Entries) != 2 || h.Entries[1].Name != "a" {
+	h, err := ParseHeader(file(`{"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]},`+one+`}`), -1)
+	if err != nil || h.Size() != h.DataStart+7 || len(h.Entries) != 2 || h.Entries[1].Name != "b" {
 		t.Errorf("a good header gives %+v, %v", h, err)
 	}
 	for _, bad := range []string{
-		`{"a":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},` + one + `}`,
-		`{"a":{"dtype":"U8","shape":[3],"data_offsets":[3,6]},` + one + `}`,
+		`{"b":{"dtype":"U8","shape":[3],"data_offsets":[5,8]},` + one + `}`,
+		`{"b":{"dtype":"U8","shape":[3],"data_offsets":[3,6]},` + one + `}`,
 		fmt.Sprintf(`{"a":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}}`, int64(math.MaxInt64-1), int64(math.MaxInt64)),
 	} {
 		if h, err := ParseHeader(file(bad), -1); sluice.KindOf(err) != sluice.Corrupt {
