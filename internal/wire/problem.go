@@ -99,3 +99,27 @@ func (p *Problem) Err() error {
 	}
 	return e
 }
+
+// Code describes a code for people.
+type Code struct {
+	Status int
+	Title  string
+}
+
+// Codes are all codes that a [Problem] can have.
+func Codes() map[string]Code {
+	all := map[string]Code{
+		CodeUnauthorized: {http.StatusUnauthorized, "No token, or none that is known"},
+		CodeTooLarge:     {http.StatusRequestEntityTooLarge, "Too large"},
+		CodeTimeout:      {http.StatusRequestTimeout, "Too slow"},
+		CodeMethod:       {http.StatusMethodNotAllowed, "Method not allowed"},
+		CodeMedia:        {http.StatusUnsupportedMediaType, "Unsupported media type"},
+		CodeRange:        {http.StatusRequestedRangeNotSatisfiable, "Bad range"},
+		CodeBusy:         {http.StatusTooManyRequests, "Too many calls at once"},
+		CodeInternal:     {http.StatusInternalServerError, "Internal error"},
+	}
+	for kind, k := range kinds {
+		all[string(kind)] = Code{k.status, k.title}
+	}
+	return all
+}

@@ -1,0 +1,343 @@
+package service
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/service/access"
+)
+
+// storeCalls are the calls of the data plane.
+func (s *Service) storeCalls(a *api) {
+	stream(a, operation{method: http.MethodPut, path: "/v1/runs/{run}/samples/{sample_id}", id: "upload", tag: "producers", summary: "Upload a sample as a safetensors file", roles: producers, status: http.StatusCreated, hot: true,
+		text: "The body is a safetensors file that carries its ref in its metadata, or one that the header `Sluice-Sample` describes. Nothing of it is visible before it is whole and right. The sample waits for its commit as long as the reservation would have, or its session " +
+			"lasts, and is then freed. An upload of the same generation may be repeated.",
+		body: binary, params: []param{{name: "reservation", in: "query", text: "Id of the reservation that it uses; without one it goes by the caps."},
+			{name: wire.SampleHeader, in: "header", text: "What the file does not say itself: a JSON object, see the schema SampleFields."},
+			{name: wire.ChecksumTrailer, in: "header", text: "Sent as a trailer: crc32c of the file's data section, eight hexadecimal digits."}}},
+		nil, describe[wire.Stored](false), s.upload)
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/stage", id: "stage", tag: "producers", summary: "Make a sample of a file in the staging directory", roles: producers, hot: true, status: http.StatusCreated,
+		text: "For producers on the same host, over the unix socket: the file must be the caller's own. It leaves the directory."},
+		func(ctx context.Context, c *call, in *wire.Stage) (*wire.Stored, error) {
+			ref, err := s.takeStaged(ctx, c, in)
+			return &wire.Stored{Ref: ref}, err
+		})
+	whole := param{name: "generation", in: "query", text: "Of the ref.", required: true}
+	fileHeaders := []param{{name: "ETag", text: "The generation."}, {name: "Accept-Ranges", text: "bytes"}}
+	stream(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}", id: "read-sample", tag: "consumers", summary: "Read a sample's file, or ranges of it", roles: both, hot: true,
+		text: "A safetensors file. Range, If-Range and HEAD work as usual.", params: []param{whole}, raw: []string{binary}, headers: fileHeaders}, nil, nil, s.readSample)
+	stream(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}/features/{name}", id: "read-feature", tag: "consumers", summary: "Read the bytes of one feature, or ranges of them", roles: both, hot: true,
+		text: "Little-endian, in C order.", params: []param{whole}, raw: []string{binary},
+		headers: append(fileHeaders, param{name: "Sluice-Shape", text: "The axes, with commas between."}, param{name: "Sluice-Dtype", text: "Torch's name of the element type."})}, nil, nil, s.readFeature)
+
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/pins", id: "pin", tag: "consumers", summary: "Pin a sample: its bytes stay until it is released", roles: both, hot: true}, s.pin)
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/release", id: "release", tag: "consumers", summary: "Give up pins", roles: both, hot: true},
+		func(ctx context.Context, c *call, in *wire.Release) (*nothing, error) {
+			for _, h := range in.Handles {
+				id, err := handleID(h)
+				if err != nil {
+					return nil, err
+				}
+				p := c.run.findPin(id)
+				if p == nil {
+					continue
+				}
+				if err := c.run.store.giveBack(ctx, p, in.Keep); err != nil {
+					return nil, err
+				}
+				if !in.Keep {
+					c.run.unpin(id)
+				}
+			}
+			return nil, nil
+		})
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/abort", id: "abort", tag: "producers", summary: "Free a sample that was never committed", roles: producers, text: "`conflict` if it was."},
+		func(ctx context.Context, c *call, in *wire.Abort) (*nothing, error) {
+			err := c.run.store.Abort(ctx, in.Ref)
+			if err == nil {
+				c.run.committed(in.Ref)
+			}
+			return nil, err
+		})
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/gc", id: "gc", tag: "runs", summary: "Free what nobody owns", roles: both},
+		func(ctx context.Context, c *call, _ *nothing) (*wire.Collected, error) {
+			n, err := c.run.store.GC(ctx)
+			return &wire.Collected{Freed: n}, err
+		})
+	handle(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/health", id: "health", tag: "runs", summary: "Counters of the run's store", hot: true},
+		func(ctx context.Context, c *call, _ *nothing) (*sluice.Health, error) {
+			h := c.run.store.Health()
+			return &h, nil
+		})
+}
+
+const binary = "application/octet-stream"
+
+// query is a parameter that must be there.
+func (c *call) query(name string) (string, error) {
+	v := c.r.URL.Query().Get(name)
+	if v == "" {
+		return "", &sluice.Error{Kind: sluice.Invalid, Op: "query", Subject: name, Detail: "is missing"}
+	}
+	return v, nil
+}
+
+// sampleID is the one in the path.
+func (c *call) sampleID() (string, error) {
+	id := c.r.PathValue("sample_id")
+	return id, sluice.ValidateID(id)
+}
+
+// tied lets f run as long as the run lasts: when that is to be let go, the connection's deadlines end it. They are taken back afterwards.
+func (c *call) tied(f func(rc *http.ResponseController) error) error {
+	rc := http.NewResponseController(c.w)
+	stop := context.AfterFunc(c.run.tie, func() {
+		past := time.Unix(1, 0)
+		_ = rc.SetReadDeadline(past) // who can't set it ends by itself
+		_ = rc.SetWriteDeadline(past)
+	})
+	defer stop()
+	return f(rc)
+}
+
+func (s *Service) upload(ctx context.Context, c *call) error {
+	id, err := c.sampleID()
+	if err != nil {
+		return err
+	}
+	in := &incoming{runID: c.run.id, sampleID: id, size: c.r.ContentLength}
+	if h := c.r.Header.Get(wire.SampleHeader); h != "" {
+		in.fields = new(wire.SampleFields)
+		if err := decodeJSON([]byte(h), in.fields); err != nil {
+			return err
+		}
+	}
+	res := c.run.use(c.r.URL.Query().Get("reservation"))
+	if res != nil {
+		in.reservation = res.Reservation
+	}
+	var ref sluice.Ref
+	err = c.tied(func(*http.ResponseController) error {
+		ref, err = c.run.store.receive(ctx, c.r.Body, in)
+		return err
+	})
+	if err := s.stored(c, res, ref, err); err != nil {
+		if c.run.tie.Err() != nil {
+			return errStopping
+		}
+		return err
+	}
+	return c.encode(http.StatusCreated, &wire.Stored{Ref: ref})
+}
+
+// stored does what is to be done after a sample came in, or did not.
+func (s *Service) stored(c *call, res *reservation, ref sluice.Ref, err error) error {
+	c.run.used(res, err == nil)
+	if err != nil {
+		return err
+	}
+	expires := s.now().Add(s.opts.ReservationTime)
+	if res != nil {
+		expires = res.expires
+	}
+	c.run.uploaded(ref, c.session, expires)
+	if !c.session.touches(c.run) {
+		return s.sessionEnded(c)
+	}
+	return nil
+}
+
+func (s *Service) takeStaged(ctx context.Context, c *call, in *wire.Stage) (sluice.Ref, error) {
+	uid := access.CallerOf(ctx).UID
+	if uid < 0 {
+		return sluice.Ref{}, &sluice.Error{Kind: sluice.Denied, Op: "stage", Subject: in.File, Detail: "files are staged over the unix socket only, where the kernel says whose they are", Hint: "upload the sample instead"}
+	}
+	res := c.run.use(in.Reservation)
+	to := &incoming{runID: c.run.id, sampleID: in.SampleID, fields: in.Fields, size: -1}
+	if res != nil {
+		to.reservation = res.Reservation
+	}
+	ref, err := c.run.store.adopt(ctx, s.root.stagingDir(c.run.id), in.File, uid, to)
+	return ref, s.stored(c, res, ref, err)
+}
+
+func handleID(text string) (id sluice.HandleID, err error) {
+	if n, err := hex.Decode(id[:], []byte(text)); len(text) != 2*len(id) || err != nil || n != len(id) {
+		return id, &sluice.Error{Kind: sluice.Invalid, Op: "handle", Subject: plain(text), Detail: "wants 32 hexadecimal digits"}
+	}
+	return id, nil
+}
+
+func (s *Service) pin(ctx context.Context, c *call, in *wire.Pin) (*wire.Pinned, error) {
+	id := sluice.NewHandleID()
+	if in.Handle != "" {
+		var err error
+		if id, err = handleID(in.Handle); err != nil {
+			return nil, err
+		}
+	}
+	p, l, err := c.run.store.lend(ctx, in.Ref, id, in.Map)
+	if err != nil {
+		return nil, err
+	}
+	if p.session = c.session; p.session == nil {
+		p.expires = s.now().Add(s.opts.ReservationTime)
+	}
+	c.run.pinned(p)
+	if !c.session.touches(c.run) {
+		return nil, s.sessionEnded(c)
+	}
+	return &wire.Pinned{Handle: id.String(), File: l.file, Size: l.size, Checksums: l.sums}, nil
+}
+
+// section is a part of a file that http.ServeContent can serve. It shows its descriptor, whose position is its own, so that the kernel can send the bytes itself.
+type section struct {
+	f      *os.File
+	off, n int64
+}
+
+func (s *section) Read(p []byte) (int, error) {
+	at, err := s.f.Seek(0, io.SeekCurrent)
+	if err != nil {
+		return 0, err
+	}
+	left := s.off + s.n - at
+	if left <= 0 {
+		return 0, io.EOF
+	}
+	return s.f.Read(p[:min(int64(len(p)), left)])
+}
+
+func (s *section) Seek(offset int64, whence int) (int64, error) {
+	switch whence {
+	case io.SeekCurrent:
+		at, err := s.f.Seek(0, io.SeekCurrent)
+		if err != nil {
+			return 0, err
+		}
+		offset += at - s.off
+	case io.SeekEnd:
+		offset += s.n
+	}
+	if offset < 0 {
+		return 0, errors.New("a seek before the start")
+	}
+	_, err := s.f.Seek(s.off+offset, io.SeekStart)
+	return offset, err
+}
+
+func (s *section) SyscallConn() (syscall.RawConn, error) { return s.f.SyscallConn() }
+
+func (s *Service) readSample(ctx context.Context, c *call) error {
+	return s.read(ctx, c, func(r *reading) (*section, error) { return &section{r.File, 0, r.size}, nil })
+}
+
+func (s *Service) readFeature(ctx context.Context, c *call) error {
+	name := c.r.PathValue("name")
+	return s.read(ctx, c, func(r *reading) (*section, error) {
+		e, ok := r.header.Find(name)
+		if !ok {
+			return nil, &sluice.Error{Kind: sluice.NotFound, Op: "feature", Subject: plain(name), Detail: "the sample has no such feature"}
+		}
+		shape := ""
+		for i, n := range e.Spec.Shape {
+			if i > 0 {
+				shape += ","
+			}
+			shape += strconv.FormatInt(n, 10)
+		}
+		h := c.w.Header()
+		h.Set("Sluice-Shape", shape)
+		h.Set("Sluice-Dtype", e.Spec.DType.String())
+		return &section{r.File, r.header.DataStart + e.Begin, e.Bytes()}, nil
+	})
+}
+
+// slowest is the rate, in bytes a second, below which a reader is given up, beyond a start of half a minute.
+const slowest = 1 << 20
+
+func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*section, error)) error {
+	id, err := c.sampleID()
+	if err != nil {
+		return err
+	}
+	generation, err := c.query("generation")
+	if err != nil {
+		return err
+	}
+	if err := sluice.ValidateID(generation); err != nil {
+		return err
+	}
+	r, err := c.run.store.read(ctx, id, generation)
+	if err != nil {
+		return err
+	}
+	defer r.close()
+	sec, err := part(r)
+	if err != nil {
+		return err
+	}
+	if _, err := sec.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	return c.tied(func(rc *http.ResponseController) error {
+		// A reader that does not read must not hold the sample for ever.
+		if err := rc.SetWriteDeadline(time.Now().Add(30*time.Second + time.Duration(sec.n/slowest)*time.Second)); err == nil {
+			defer func() { _ = rc.SetWriteDeadline(time.Time{}) }() // the connection serves other calls after this one
+		}
+		h := c.header()
+		h.Set("Content-Type", binary)
+		h.Set("ETag", `"`+generation+`"`)
+		w := &served{ResponseWriter: c.w, c: c}
+		http.ServeContent(w, c.r, "", time.Time{}, sec)
+		return w.err
+	})
+}
+
+// served is the writer of http.ServeContent: it turns its refusals, which come in plain text, into problems, and leaves the way open for the kernel to send files itself.
+type served struct {
+	http.ResponseWriter
+	c   *call
+	err error
+}
+
+func (w *served) WriteHeader(status int) {
+	switch {
+	case w.err != nil || w.c.status != 0:
+	case status == http.StatusRequestedRangeNotSatisfiable:
+		w.err = httpProblem(status, wire.CodeRange, "Bad range", "the range %q can't be served: %s", plain(w.c.r.Header.Get("Range")), w.Header().Get("Content-Range"))
+	case status >= 400 && status != http.StatusPreconditionFailed:
+		w.err = fmt.Errorf("serve content: status %d", status)
+	default:
+		w.c.begin(status)
+	}
+}
+
+func (w *served) Write(p []byte) (int, error) {
+	if w.err != nil {
+		return len(p), nil // its own words
+	}
+	if w.c.status == 0 {
+		w.c.begin(http.StatusOK)
+	}
+	return w.ResponseWriter.Write(p)
+}
+
+func (w *served) ReadFrom(r io.Reader) (int64, error) {
+	if w.c.status == 0 {
+		w.c.begin(http.StatusOK)
+	}
+	return io.Copy(w.ResponseWriter, r)
+}
+
+func (w *served) Unwrap() http.ResponseWriter { return w.ResponseWriter }

@@ -1,0 +1,192 @@
+package service
+
+import (
+	"sync"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// holdings are what callers hold of a run beside leases: reservations, uploads that are not committed, and pins. Each ends with its session, or when its time is over.
+type holdings struct {
+	mu           sync.Mutex
+	reservations map[string]*reservation
+	uploads      map[string]*upload // by sample id
+	pins         map[sluice.HandleID]*pin
+	next         time.Time // nothing ends by itself before; zero if nothing does
+}
+
+type reservation struct {
+	sluice.Reservation
+	session *session
+	expires time.Time
+	busy    bool // an upload uses it now
+}
+
+// upload is a sample in the store whose ref no queue has.
+type upload struct {
+	ref     sluice.Ref
+	session *session
+	expires time.Time
+}
+
+type pin struct {
+	handle  sluice.Handle
+	session *session
+	expires time.Time // zero with a session
+	mapped  bool
+}
+
+// ended is what is over and must be given back, outside the lock.
+type ended struct {
+	reservations []sluice.Reservation
+	uploads      []sluice.Ref
+	pins         []*pin
+}
+
+func (h *holdings) init() {
+	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
+}
+
+// due notes that something ends at t. The caller holds mu.
+func (h *holdings) due(t time.Time) {
+	if h.next.IsZero() || t.Before(h.next) {
+		h.next = t
+	}
+}
+
+func (h *holdings) reserved(r sluice.Reservation, s *session, expires time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.reservations[r.ID] == nil {
+		h.reservations[r.ID] = &reservation{Reservation: r, session: s, expires: expires}
+		h.due(expires)
+	}
+}
+
+// use takes a reservation for an upload; nil if there is none of that id that is free.
+func (h *holdings) use(id string) *reservation {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	r := h.reservations[id]
+	if r == nil || r.busy {
+		return nil
+	}
+	r.busy = true
+	return r
+}
+
+// used ends that: the reservation is gone, or as it was if the upload failed.
+func (h *holdings) used(r *reservation, gone bool) {
+	if r == nil {
+		return
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	r.busy = false
+	if gone {
+		delete(h.reservations, r.ID)
+	}
+}
+
+func (h *holdings) unreserve(id string) (sluice.Reservation, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	r := h.reservations[id]
+	if r == nil || r.busy {
+		return sluice.Reservation{}, false
+	}
+	delete(h.reservations, id)
+	return r.Reservation, true
+}
+
+func (h *holdings) uploaded(ref sluice.Ref, s *session, expires time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.uploads[ref.SampleID()] = &upload{ref: ref, session: s, expires: expires}
+	h.due(expires)
+}
+
+// committed takes an upload off the list: from now on it is the queue's.
+func (h *holdings) committed(ref sluice.Ref) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if u := h.uploads[ref.SampleID()]; u != nil && u.ref.Generation() == ref.Generation() {
+		delete(h.uploads, ref.SampleID())
+	}
+}
+
+func (h *holdings) pinned(p *pin) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.pins[p.handle.ID] = p
+	if !p.expires.IsZero() {
+		h.due(p.expires)
+	}
+}
+
+func (h *holdings) findPin(id sluice.HandleID) *pin {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.pins[id]
+}
+
+func (h *holdings) unpin(id sluice.HandleID) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.pins, id)
+}
+
+// endSession takes out what a session holds.
+func (h *holdings) endSession(s *session) (e ended) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.take(&e, func(of *session, _ time.Time) bool { return of == s })
+	return e
+}
+
+// expire takes out what has come to its end.
+func (h *holdings) expire(now time.Time) (e ended) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.next.IsZero() || now.Before(h.next) {
+		return e
+	}
+	h.next = time.Time{}
+	h.take(&e, func(_ *session, at time.Time) bool {
+		if at.IsZero() {
+			return false
+		}
+		if at.After(now) {
+			h.due(at)
+			return false
+		}
+		return true
+	})
+	return e
+}
+
+func (h *holdings) take(e *ended, over func(*session, time.Time) bool) {
+	for id, r := range h.reservations {
+		switch {
+		case !over(r.session, r.expires):
+		case r.busy: // the upload outlives it, and is looked at when it is there
+			h.due(r.expires)
+		default:
+			e.reservations = append(e.reservations, r.Reservation)
+			delete(h.reservations, id)
+		}
+	}
+	for id, u := range h.uploads {
+		if over(u.session, u.expires) {
+			e.uploads = append(e.uploads, u.ref)
+			delete(h.uploads, id)
+		}
+	}
+	for id, p := range h.pins {
+		if over(p.session, p.expires) {
+			e.pins = append(e.pins, p)
+			delete(h.pins, id)
+		}
+	}
+}

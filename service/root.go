@@ -1,0 +1,151 @@
+//go:build unix
+
+package service
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/sluice-ml/sluice"
+)
+
+// root is the directory that all samples are in:
+//
+//	owner.json       who has it, locked
+//	id               32 hexadecimal digits: who reads the same sees the same files
+//	runs/<run>       the store of a run
+//	staging/<run>    where local producers leave files to be staged
+type root struct {
+	dir  string
+	id   string
+	lock *os.File
+	made bool // the id, and with it the store, is new
+}
+
+const memoryDir = "/dev/shm"
+
+// chooseRoot is where the samples go if nobody says where: into memory if there is room for twice the cap, else beside the state. Where they lie already, they stay.
+func chooseRoot(o *Options, memory string) (dir, why string) {
+	beside := filepath.Join(o.StateDir, "store")
+	sum := sha256.Sum256([]byte(o.StateDir))
+	inMemory := filepath.Join(memory, fmt.Sprintf("sluice-%d", os.Geteuid()), hex.EncodeToString(sum[:8]))
+	for _, dir := range []string{beside, inMemory} {
+		if _, err := os.Lstat(filepath.Join(dir, "id")); err == nil {
+			return dir, "it holds this service's store already"
+		}
+	}
+	var st unix.Statfs_t
+	switch err := unix.Statfs(memory, &st); {
+	case err != nil:
+		return beside, fmt.Sprintf("%s: %v", memory, err)
+	case int64(st.Type) != unix.TMPFS_MAGIC:
+		return beside, memory + " is not in memory"
+	default:
+		free := int64(st.Bavail) * int64(st.Bsize) //nolint:unconvert // the types differ between systems
+		if free/2 < o.MaxBytes {
+			return beside, fmt.Sprintf("%s has %d bytes free, less than twice the cap of %d", memory, free, o.MaxBytes)
+		}
+		return inMemory, fmt.Sprintf("%s has room for twice the cap", memory)
+	}
+}
+
+// openRoot takes the root for this process.
+func openRoot(dir string, me owner) (*root, error) {
+	if parent := filepath.Dir(dir); strings.HasPrefix(parent, memoryDir+"/") {
+		// Anybody may make directories in memoryDir, so the one of our name may be a stranger's.
+		if err := os.Mkdir(parent, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return nil, &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: parent, Detail: "can't be made", Err: err}
+		}
+		if err := checkPrivate(parent); err != nil {
+			return nil, err
+		}
+	}
+	lock, err := own(dir, me)
+	if err != nil {
+		return nil, err
+	}
+	r := &root{dir: dir, lock: lock}
+	if err := r.prepare(); err != nil {
+		_ = lock.Close()
+		return nil, err
+	}
+	return r, nil
+}
+
+func (r *root) prepare() error {
+	for _, sub := range []string{"runs", "staging"} {
+		dir := filepath.Join(r.dir, sub)
+		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: dir, Detail: "can't be made", Err: err}
+		}
+		if err := checkPrivate(dir); err != nil {
+			return err
+		}
+	}
+	data, err := os.ReadFile(r.idFile())
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		r.id, r.made = newID(), true
+		err = writeWhole(r.idFile(), []byte(r.id+"\n"))
+	case err == nil:
+		if r.id = strings.TrimSpace(string(data)); !isID(r.id) {
+			return &sluice.Error{Kind: sluice.Corrupt, Op: "service: open", Subject: r.idFile(), Detail: "wants 32 hexadecimal digits", Hint: "remove it if no sample of the store is needed any more"}
+		}
+	}
+	if err != nil {
+		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: r.idFile(), Err: err}
+	}
+	return nil
+}
+
+func (r *root) idFile() string               { return filepath.Join(r.dir, "id") }
+func (r *root) runDir(run string) string     { return filepath.Join(r.dir, "runs", run) }
+func (r *root) stagingDir(run string) string { return filepath.Join(r.dir, "staging", run) }
+
+// strays lists the directories of runs that are not known.
+func (r *root) strays(known func(run string) bool) ([]string, error) {
+	var list []string
+	for _, sub := range []string{"runs", "staging"} {
+		entries, err := os.ReadDir(filepath.Join(r.dir, sub))
+		if err != nil {
+			return nil, &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: filepath.Join(r.dir, sub), Err: err}
+		}
+		for _, e := range entries {
+			if !known(e.Name()) {
+				list = append(list, filepath.Join(r.dir, sub, e.Name()))
+			}
+		}
+	}
+	return list, nil
+}
+
+// writeWhole writes a small file so that it is there whole or not at all.
+func writeWhole(path string, data []byte) error {
+	temp := path + ".new"
+	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Sync()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(temp, path)
+	}
+	if err != nil {
+		_ = os.Remove(temp)
+	}
+	return err
+}

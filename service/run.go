@@ -1,0 +1,310 @@
+package service
+
+import (
+	"context"
+	"errors"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/queue"
+	"github.com/sluice-ml/sluice/store/dirstore"
+)
+
+// run is a run as the service has it: a store, a journal, and the queue over both.
+type run struct {
+	s       *Service
+	id      string
+	created time.Time
+	spec    wire.RunSpec // as created
+	cap     int64        // bytes
+
+	// life is held shared by calls for their time, and alone by who opens or ends the run or gives it another queue.
+	life  sync.RWMutex
+	why   atomic.Pointer[sluice.Error] // why it can't answer; nil if it can
+	ended atomic.Bool
+	ctx   context.Context // ends when the run is to be let go: what waits goes by it
+	end   context.CancelFunc
+	tie   context.Context // ends when uploads and downloads under way are cut off: later than ctx when the service stops
+	cut   context.CancelFunc
+
+	now     atomic.Pointer[wire.RunSpec] // with what was changed since it was created
+	store   plane
+	journal sluice.Journal
+	q       *queue.Queue
+	mending sync.Mutex // held while the queue is opened again
+
+	holdings
+}
+
+func (s *Service) newRun(e *entry, id string, bytes int64) *run {
+	r := &run{s: s, id: id, created: e.created, spec: e.spec, cap: bytes}
+	r.holdings.init()
+	now := e.now
+	r.now.Store(&now)
+	r.ctx, r.end = context.WithCancel(s.ctx)
+	r.tie, r.cut = context.WithCancel(context.Background())
+	r.why.Store(&sluice.Error{Kind: sluice.Unavailable, Op: "run", Subject: id, Detail: "is being opened", Hint: "ask again in a moment"})
+	return r
+}
+
+// enter holds the run for a call, which must leave it.
+func (r *run) enter() error {
+	if why := r.why.Load(); why != nil { // also keeps calls from standing in line behind who ends the run
+		return why
+	}
+	r.life.RLock()
+	if why := r.why.Load(); why != nil {
+		r.life.RUnlock()
+		return why
+	}
+	return nil
+}
+
+func (r *run) leave() { r.life.RUnlock() }
+
+// watched captures the samples that the queue asks the store for when it recovers, since to list them is to read every file's header.
+type watched struct {
+	plane
+	samples []sluice.SampleInfo
+	asked   bool
+}
+
+func (w *watched) Samples(ctx context.Context) ([]sluice.SampleInfo, error) {
+	samples, err := w.plane.Samples(ctx)
+	w.samples, w.asked = samples, err == nil
+	return samples, err
+}
+
+// open makes a run answer.
+func (r *run) open(ctx context.Context) error {
+	r.life.Lock()
+	defer r.life.Unlock()
+	cfg, err := r.spec.Config()
+	if err != nil {
+		return err
+	}
+	if err := os.Mkdir(r.s.root.stagingDir(r.id), 0o700); err != nil && !errors.Is(err, os.ErrExist) {
+		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open run", Subject: r.id, Detail: "the staging directory can't be made", Err: err}
+	}
+	store, err := dirstore.Open(r.s.root.runDir(r.id), &dirstore.Options{Caps: cfg.Caps, Durability: r.s.opts.Durability, Clock: r.s.opts.Clock, Logger: r.s.log})
+	if err != nil {
+		return err
+	}
+	r.store = plane{store}
+	seen, err := r.openQueue(ctx, cfg)
+	if err != nil {
+		return errors.Join(err, store.Close())
+	}
+	if err := r.takeUploads(ctx, seen); err != nil {
+		return errors.Join(err, r.stopQueue(ctx), store.Close())
+	}
+	r.why.Store(nil)
+	return nil
+}
+
+// openQueue opens journal and queue. The caller holds life.
+func (r *run) openQueue(ctx context.Context, cfg sluice.RunConfig) (*watched, error) {
+	j, err := r.s.journals.Journal(ctx, r.id)
+	if err != nil {
+		return nil, err
+	}
+	seen := &watched{plane: r.store}
+	q, err := queue.Open(ctx, cfg, seen, &queue.Options{Journal: j, Clock: r.s.opts.Clock, Logger: r.s.log, OnEvent: r.onEvent})
+	if err != nil {
+		return nil, errors.Join(err, j.Close())
+	}
+	r.journal, r.q = j, q
+	return seen, nil
+}
+
+func (r *run) stopQueue(ctx context.Context) error {
+	if r.q == nil {
+		return nil
+	}
+	return errors.Join(r.q.Stop(ctx), r.journal.Close())
+}
+
+// takeUploads finds the samples of an earlier life that were never committed. They have as long as if they had just been uploaded.
+func (r *run) takeUploads(ctx context.Context, seen *watched) error {
+	if !seen.asked { // the journal was empty
+		if _, err := seen.Samples(ctx); err != nil {
+			return err
+		}
+	}
+	now := r.s.now()
+	n := 0
+	for _, info := range seen.samples {
+		if info.Owner == "" {
+			r.uploaded(info.Ref, nil, now.Add(r.s.opts.ReservationTime))
+			n++
+		}
+	}
+	seen.samples = nil
+	if n > 0 {
+		r.s.log.Info("samples that were never committed were found; they go unless they are", "run", r.id, "samples", n, "in", r.s.opts.ReservationTime)
+	}
+	return nil
+}
+
+// onEvent hears what the queue has to say.
+func (r *run) onEvent(e queue.Event) {
+	r.s.hub.send(wire.Event{Time: r.s.opts.Clock.Now(), RunID: r.id, Kind: string(e.Kind), Subject: plain(e.Subject), Text: plain(e.Text)})
+	if e.Kind == queue.EventUnavailable {
+		r.s.spawn(func() { r.mend() })
+	}
+}
+
+// mend opens the queue again after its journal failed: at once, and then ever more slowly until it can.
+func (r *run) mend() {
+	if !r.mending.TryLock() {
+		return // somebody does already
+	}
+	defer r.mending.Unlock()
+	broken := &sluice.Error{Kind: sluice.Unavailable, Op: "run", Subject: r.id, Detail: "its journal failed; it is being opened again", Hint: "ask again"}
+	if !r.why.CompareAndSwap(nil, broken) {
+		return
+	}
+	r.life.Lock()
+	err := r.stopQueue(r.ctx)
+	r.q = nil
+	r.life.Unlock()
+	r.s.log.Warn("run unavailable: its journal failed", "run", r.id, "err", err)
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 5*time.Second) {
+		if err = r.reopen(broken); err == nil {
+			r.s.log.Info("run available again", "run", r.id)
+			return
+		}
+		if r.ctx.Err() != nil || r.ended.Load() {
+			return
+		}
+		if errors.Is(err, sluice.ErrStale) || errors.Is(err, sluice.ErrCorrupt) {
+			r.fail(err)
+			return
+		}
+		r.s.log.Warn("a run can't be opened again yet", "run", r.id, "again in", wait, "err", err)
+		timer := time.NewTimer(wait)
+		select {
+		case <-timer.C:
+		case <-r.ctx.Done():
+			timer.Stop()
+			return
+		}
+	}
+}
+
+func (r *run) reopen(broken *sluice.Error) error {
+	r.life.Lock()
+	defer r.life.Unlock()
+	if r.ended.Load() || r.ctx.Err() != nil {
+		return context.Canceled
+	}
+	cfg, err := r.spec.Config()
+	if err == nil {
+		_, err = r.openQueue(r.ctx, cfg)
+	}
+	if err == nil {
+		r.why.CompareAndSwap(broken, nil)
+	}
+	return err
+}
+
+// fail notes that the run can't be opened, and why.
+func (r *run) fail(err error) {
+	kind := sluice.KindOf(err)
+	if kind == "" {
+		kind = sluice.Unavailable
+	}
+	r.why.Store(&sluice.Error{Kind: sluice.Unavailable, Op: "run", Subject: r.id, Detail: "can't be opened (" + string(kind) + ")", Err: err, Hint: "see the service's log; delete the run if it is not needed any more"})
+	r.s.log.Error("a run can't be opened", "run", r.id, "err", err)
+}
+
+// stop ends all calls on the run with the given reason, and lets go of queue, journal and store. Uploads and downloads may end until the context does, and then are cut off.
+func (r *run) stop(ctx context.Context, why *sluice.Error) error {
+	defer r.cut()
+	defer context.AfterFunc(ctx, r.cut)()
+	r.why.Store(why)
+	r.ended.Store(true)
+	var err error
+	if r.life.TryRLock() { // unless it is being opened right now, which heeds its context
+		if r.q != nil {
+			err = r.q.Stop(ctx) // whoever waits is answered
+		}
+		r.life.RUnlock()
+	}
+	r.end()
+	r.life.Lock()
+	defer r.life.Unlock()
+	r.why.Store(why) // opening may have cleared it
+	if r.q != nil {
+		err = errors.Join(err, r.stopQueue(ctx))
+		r.q = nil
+	}
+	if r.store.Store != nil {
+		err = errors.Join(err, r.store.Close())
+	}
+	return err
+}
+
+// giveBack gives up what has ended.
+func (r *run) giveBack(ctx context.Context, e ended, why string) {
+	if len(e.reservations)+len(e.uploads)+len(e.pins) == 0 || r.enter() != nil {
+		return
+	}
+	defer r.leave()
+	warn := func(what, subject string, err error) {
+		if err != nil {
+			r.s.log.Warn("the store refused", "run", r.id, "call", what, "subject", plain(subject), "err", err)
+		}
+	}
+	for _, v := range e.reservations {
+		warn("unreserve", v.ID, r.store.Unreserve(ctx, v))
+	}
+	aborted := 0
+	for _, ref := range e.uploads {
+		err := r.store.Abort(ctx, ref)
+		if errors.Is(err, sluice.ErrConflict) {
+			continue // it was committed
+		}
+		warn("abort", ref.SampleID(), err)
+		aborted++
+	}
+	for _, p := range e.pins {
+		warn("release", p.handle.SampleID, r.store.giveBack(ctx, p, false))
+	}
+	if aborted > 0 {
+		r.s.abandoned.Add(int64(aborted))
+		r.s.log.Info("samples that were never committed were freed", "run", r.id, "samples", aborted, "why", why)
+		r.s.hub.send(wire.Event{Time: r.s.opts.Clock.Now(), RunID: r.id, Kind: "abandoned", Text: why})
+	}
+	r.s.log.Debug("given back", "run", r.id, "why", why, "reservations", len(e.reservations), "uploads", aborted, "pins", len(e.pins))
+}
+
+// describe is the run on the wire.
+func (r *run) describe(ctx context.Context) (wire.Run, error) {
+	w := wire.Run{Spec: *r.now.Load(), Created: r.created, Store: r.storeInfo()}
+	status, err := r.status(ctx)
+	w.Status = status
+	return w, err
+}
+
+func (r *run) storeInfo() wire.StoreInfo {
+	dir := r.s.root.runDir(r.id)
+	return wire.StoreInfo{URI: "file://" + dir, Dir: dir, StagingDir: r.s.root.stagingDir(r.id), IDFile: r.s.root.idFile(), ID: r.s.root.id}
+}
+
+// status is the queue's, or next to nothing if there is none now.
+func (r *run) status(ctx context.Context) (wire.Status, error) {
+	if err := r.enter(); err != nil {
+		return wire.Status{RunID: r.id, Bottleneck: "none: " + err.Error(), Consumers: []wire.ConsumerStatus{}, Producers: []wire.ProducerStatus{}}, nil //nolint:nilerr // it says so
+	}
+	defer r.leave()
+	st, err := r.q.Status(ctx)
+	if err != nil {
+		return wire.Status{}, err
+	}
+	return wire.StatusOf(&st), nil
+}
