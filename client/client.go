@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"net/http"
@@ -73,8 +74,14 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 		return nil, err
 	}
 	c.ended, c.end = context.WithCancelCause(context.Background())
-	c.behind.Go(c.hold) // ends with c.ended
-	return c, nil
+	held := make(chan struct{})
+	c.behind.Go(func() { c.hold(sync.OnceFunc(func() { close(held) })) }) // ends with c.ended
+	select {
+	case <-held: // or tried at least
+		return c, nil
+	case <-ctx.Done():
+		return nil, errors.Join(context.Cause(ctx), c.Close())
+	}
 }
 
 // transport speaks HTTP/1.1 only, where each of several transfers has a connection of its own.

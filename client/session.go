@@ -17,18 +17,20 @@ import (
 const silence = 30 * time.Second
 
 // hold keeps the session's connection open until the client is closed: while it stands, the service knows that this process lives. A broken one is made anew well within the
-// service's grace.
-func (c *Client) hold() {
+// service's grace. It calls tried when the first one stands or has failed.
+func (c *Client) hold(tried func()) {
 	var pause backoff
 	down := false
 	for {
 		err := c.holdOnce(func() {
+			tried()
 			if pause = (backoff{}); down {
 				down = false
 				c.log.Info("client: the service is back", "url", c.target.name)
 			}
 			c.payOwed()
 		})
+		tried()
 		if c.ended.Err() != nil {
 			return
 		}

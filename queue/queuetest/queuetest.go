@@ -15,10 +15,25 @@ import (
 	"github.com/sluice-ml/sluice"
 )
 
-// Harness opens the queue under test.
+// Harness opens the queue under test, by one of its two functions.
 type Harness struct {
 	// Open returns a new, empty queue for the run over the store, going by the clock. It ends with the test.
 	Open func(t *testing.T, cfg sluice.RunConfig, store *Store, clock *Clock) sluice.Queue
+
+	// OpenBoth is for a queue that comes with its store, as that of a service does: it returns both, new and empty.
+	OpenBoth func(t *testing.T, cfg sluice.RunConfig, clock *Clock) (sluice.Queue, Samples)
+}
+
+// Samples is what the suite asks of the store behind the queue. [Store] is one.
+type Samples interface {
+	URI() string
+	// Add enters a sample by its ref, whatever its tensors hold.
+	Add(ref sluice.Ref, r sluice.Reservation) error
+	// Owner returns who claims the sample, and whether it is there at all.
+	Owner(id string) (owner string, ok bool)
+	Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error)
+	Abort(ctx context.Context, ref sluice.Ref) error
+	Health() sluice.Health
 }
 
 // patience bounds how long the suite waits in real time for something that must come at once.
@@ -28,7 +43,7 @@ const patience = 10 * time.Second
 type bench struct {
 	t     *testing.T
 	ctx   context.Context
-	store *Store
+	store Samples
 	clock *Clock
 	q     sluice.Queue
 	n     int
@@ -100,8 +115,13 @@ func Run(t *testing.T, h Harness) {
 			if c.edit != nil {
 				c.edit(&cfg)
 			}
-			b := &bench{t: t, ctx: context.Background(), store: NewStore(cfg.Caps), clock: NewClock(), refs: map[string]sluice.Ref{}}
-			b.q = h.Open(t, cfg, b.store, b.clock)
+			b := &bench{t: t, ctx: context.Background(), clock: NewClock(), refs: map[string]sluice.Ref{}}
+			if h.OpenBoth != nil {
+				b.q, b.store = h.OpenBoth(t, cfg, b.clock)
+			} else {
+				store := NewStore(cfg.Caps)
+				b.q, b.store = h.Open(t, cfg, store, b.clock), store
+			}
 			c.check(b)
 		})
 	}
