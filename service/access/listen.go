@@ -1,0 +1,154 @@
+package access
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+// DefaultListen is the TCP address unless another is chosen.
+const DefaultListen = "127.0.0.1:7447"
+
+// maxSocketPath is what the kernel takes as the path of a unix socket, without the zero byte at its end.
+const maxSocketPath = 107
+
+// listenUnix makes the socket <dir>/sluice.sock. It is born under another name in a directory that only we can enter, so that there is no moment in which others could connect,
+// and then moved into place. What a dead service left there is replaced; a live one, or anything that is no socket, is not touched.
+func listenUnix(dir string) (*net.UnixListener, error) {
+	path := filepath.Join(dir, wire.SocketFile)
+	refuse := func(kind sluice.Kind, detail, hint string, err error) (*net.UnixListener, error) {
+		return nil, &sluice.Error{Kind: kind, Op: "unix socket", Subject: path, Detail: detail, Hint: hint, Err: err}
+	}
+	if len(path) > maxSocketPath {
+		return refuse(sluice.Invalid, fmt.Sprintf("the path has %d bytes, at most %d are possible", len(path), maxSocketPath), "choose a shorter state directory with --state", nil)
+	}
+	info, err := os.Lstat(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+	case err != nil:
+		return refuse(sluice.Denied, "", "", err)
+	case info.Mode().Type() != fs.ModeSocket:
+		return refuse(sluice.Conflict, "something that is no socket lies there", "move it away", nil)
+	default:
+		conn, err := net.DialTimeout("unix", path, time.Second)
+		if err == nil {
+			_ = conn.Close() // nothing was said
+			return refuse(sluice.Conflict, "a service listens there", "stop it first, or choose another state directory with --state", nil)
+		}
+		if !errors.Is(err, syscall.ECONNREFUSED) {
+			return refuse(sluice.Conflict, "it can't be told whether a service listens there", "", err)
+		}
+	}
+	nest := filepath.Join(dir, "."+strings.ToLower(rand.Text()[:6])) // with /s, no longer than the name of the socket
+	if err := os.Mkdir(nest, 0o700); err != nil {
+		return refuse(sluice.Denied, "", "", err)
+	}
+	defer os.Remove(nest) //nolint:errcheck // it is empty by then
+	born := filepath.Join(nest, "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: born, Net: "unix"})
+	if err != nil {
+		return refuse(sluice.Denied, "", "", err)
+	}
+	l.SetUnlinkOnClose(false) // it would unlink by the name it was born with
+	err = os.Chmod(born, 0o600)
+	if err == nil {
+		err = os.Rename(born, path)
+	}
+	if err != nil {
+		_, _ = l.Close(), os.Remove(born) // err says what matters
+		return refuse(sluice.Denied, "", "", err)
+	}
+	return l, nil
+}
+
+// listenTCP listens on o.Listen. An address that other hosts can reach needs TLS, unless the option with the honest name is set.
+func listenTCP(o *Options) (*net.TCPListener, *tls.Config, error) {
+	refuse := func(kind sluice.Kind, detail, hint string, err error) (*net.TCPListener, *tls.Config, error) {
+		return nil, nil, &sluice.Error{Kind: kind, Op: "listen", Subject: o.Listen, Detail: detail, Hint: hint, Err: err}
+	}
+	addr, err := net.ResolveTCPAddr("tcp", o.Listen)
+	if err != nil {
+		return refuse(sluice.Invalid, "is no address, want host:port", "", err)
+	}
+	config, err := tlsConfig(o, addr)
+	if err != nil {
+		return nil, nil, err
+	}
+	if config == nil && !addr.IP.IsLoopback() && !o.InsecurePlaintext {
+		return refuse(sluice.Invalid, "other hosts can reach this address, and tokens and samples would cross the network in the clear",
+			"give --tls-cert and --tls-key, or --tls-self-signed; or listen on 127.0.0.1", nil)
+	}
+	l, err := net.ListenTCP("tcp", addr)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return refuse(sluice.Conflict, "another program listens there", "choose another with --listen (port 0 takes a free one), or none with --no-tcp", nil)
+	}
+	if err != nil {
+		return refuse(sluice.Denied, "", "", err)
+	}
+	return l, config, nil
+}
+
+// bounded accepts no more connections than it has room for; the rest wait in the kernel's line. It does not wrap connections, which would take sendfile from downloads: whoever serves
+// them says when one is gone.
+type bounded struct {
+	net.Listener
+	room   chan struct{} // a value for each connection
+	closed chan struct{}
+	once   sync.Once
+	full   func() // called when a connection has to wait
+}
+
+func bound(l net.Listener, n int, full func()) *bounded {
+	return &bounded{Listener: l, room: make(chan struct{}, n), closed: make(chan struct{}), full: full}
+}
+
+func (b *bounded) Accept() (net.Conn, error) {
+	select {
+	case b.room <- struct{}{}:
+	default:
+		b.full()
+		select {
+		case b.room <- struct{}{}:
+		case <-b.closed:
+			return nil, net.ErrClosed
+		}
+	}
+	c, err := b.Listener.Accept()
+	if err != nil {
+		<-b.room
+	}
+	return c, err
+}
+
+// gone gives the room of a connection back.
+func (b *bounded) gone() { <-b.room }
+
+// drained waits, once nothing is accepted any more, until all connections are gone; false if ctx ends before.
+func (b *bounded) drained(ctx context.Context) bool {
+	for range cap(b.room) {
+		select {
+		case b.room <- struct{}{}:
+		case <-ctx.Done():
+			return false
+		}
+	}
+	return true
+}
+
+func (b *bounded) Close() error {
+	b.once.Do(func() { close(b.closed) })
+	return b.Listener.Close()
+}
