@@ -100,23 +100,35 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 	return c
 }
 
-// terminalWidth returns what tells the width of w in columns if w is a terminal, and nil if it is none.
-func terminalWidth(w io.Writer) func() int {
+// terminalSize returns what tells the columns and lines of w if w is a terminal, and nil if it is none.
+func terminalSize(w io.Writer) func() (columns, lines int) {
 	f, ok := w.(*os.File)
 	if !ok || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	width := 0
-	read := func() int {
+	columns, lines := 0, 0
+	read := func() (int, int) {
 		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil {
-			width = int(size.Col)
+			columns, lines = int(size.Col), int(size.Row)
 		}
-		return width // the last known one, if the terminal is gone
+		return columns, lines // the last known ones, if the terminal is gone
 	}
-	if read() == 0 {
+	if n, _ := read(); n == 0 {
 		return nil
 	}
 	return read
+}
+
+// terminalWidth is [terminalSize] without the lines.
+func terminalWidth(w io.Writer) func() int {
+	size := terminalSize(w)
+	if size == nil {
+		return nil
+	}
+	return func() int {
+		columns, _ := size()
+		return columns
+	}
 }
 
 // printJSON writes v as one line.

@@ -53,9 +53,13 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.SetErr(stderr)
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usageError{err} })
 	root.AddCommand(benchCommand(stdout, stderr))
+	root.AddCommand(deadLettersCommand(stdout, stderr))
 	root.AddCommand(demoCommand(stdout, stderr))
 	root.AddCommand(inspectCommand(stdout, stderr))
 	root.AddCommand(planCommand(stdout, stderr))
+	root.AddCommand(runsCommand(stdout, stderr))
+	root.AddCommand(statusCommand(stdout, stderr))
+	root.AddCommand(tokenCommand(stdout))
 
 	command, err := root.ExecuteContextC(ctx)
 	switch {

@@ -177,25 +177,6 @@ func TestDemoEndsSoonWhenInterrupted(t *testing.T) {
 	}
 }
 
-func TestGaugeShowsLevelAndMarks(t *testing.T) {
-	t.Parallel()
-	caps, err := sluice.Caps{MaxBytes: 100}.Resolve()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for used, want := range map[int64]string{
-		0:   "▕     │         │    ▏",
-		50:  "▕█████┃████     │    ▏",
-		75:  "▕█████┃█████████│    ▏",
-		100: "▕█████┃█████████┃████▏",
-		150: "▕█████┃█████████┃████▏",
-	} {
-		if got := gauge(sluice.Health{ResidentBytes: used, Caps: caps}, 20); got != want {
-			t.Errorf("%d:\n got %s\nwant %s", used, got, want)
-		}
-	}
-}
-
 func TestDisplayIsPlainWhereThereIsNoTerminal(t *testing.T) {
 	t.Parallel()
 	var b strings.Builder
@@ -225,15 +206,6 @@ func TestDisplayIsPlainWhereThereIsNoTerminal(t *testing.T) {
 	for line := range strings.SplitSeq(strings.TrimRight(b.String(), "\n"), "\n") {
 		if n := utf8.RuneCountInString(line); n > 20 {
 			t.Errorf("%d columns: %q", n, line)
-		}
-	}
-}
-
-func TestSizesForPeople(t *testing.T) {
-	t.Parallel()
-	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 16 << 20: "16.0 MiB", 5 << 40: "5.0 TiB", 5 << 50: "5120.0 TiB"} {
-		if got := Size(n); got != want {
-			t.Errorf("%d: %s, want %s", n, got, want)
 		}
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/gauge"
 )
 
 // Display draws snapshots: a panel that is redrawn in place on a terminal, a line now and then elsewhere. Its methods may be called from any goroutine.
@@ -73,8 +74,8 @@ func plainLine(s Snapshot) string {
 	st := &s.Status
 	samples, tokens, gb := rates(s)
 	line := fmt.Sprintf("%5.1fs  %3.0f%% read  produced %d  acked %d  %.1f samples/s  %.0f tokens/s  %.4f GB/s  resident and reserved %s of %s (marks %s, %s)  producer paused %.1fs  consumer waited %.1fs  redelivered %d",
-		s.Elapsed.Seconds(), 100*s.Read, st.Put, st.Acked, samples, tokens, gb, Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes),
-		Size(st.Health.Caps.LowWatermarkBytes), Size(st.Health.Caps.HighWatermarkBytes), st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered)
+		s.Elapsed.Seconds(), 100*s.Read, st.Put, st.Acked, samples, tokens, gb, gauge.Size(st.Health.UsedBytes()), gauge.Size(st.Health.Caps.MaxBytes),
+		gauge.Size(st.Health.Caps.LowWatermarkBytes), gauge.Size(st.Health.Caps.HighWatermarkBytes), st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds(), st.Redelivered)
 	if st.Dead > 0 {
 		line += fmt.Sprintf("  dead %d", st.Dead)
 	}
@@ -104,13 +105,14 @@ func panel(s Snapshot, width int) []string {
 	case st.Starving:
 		state = "open: the consumer is starving"
 	}
+	level := levelOf(st.Health)
 	lines := []string{
 		fmt.Sprintf("%s from %s (%d layers, H %d)%s, store %s   %.1f s", s.Options.Algorithm, s.Model.Name, s.Model.Layers, s.Model.HiddenSize, ranks, s.Options.Store, s.Elapsed.Seconds()),
 		fmt.Sprintf("%3.0f%% of the prompts read   produced %d   acked %d   pending %d   leased %d", 100*s.Read, st.Put, st.Acked, st.Pending, st.Outstanding),
 		fmt.Sprintf("%.1f samples/s   %.0f tokens/s   %.4f GB/s", samples, tokens, gb),
-		gauge(st.Health, max(width-2, 1)),
-		marks(st.Health, max(width-2, 1)),
-		fmt.Sprintf("resident and reserved %s of %s   gate %s", Size(st.Health.UsedBytes()), Size(st.Health.Caps.MaxBytes), state),
+		level.Bar(width - 2),
+		level.Marks(width - 2),
+		fmt.Sprintf("resident and reserved %s of %s   gate %s", gauge.Size(st.Health.UsedBytes()), gauge.Size(st.Health.Caps.MaxBytes), state),
 		fmt.Sprintf("redelivered %d   dead %d   producer paused %.1f s   consumer waited %.1f s", st.Redelivered, st.Dead, st.ProducerPaused.Seconds(), st.ConsumerWaited.Seconds()),
 	}
 	for i, l := range lines {
@@ -121,68 +123,22 @@ func panel(s Snapshot, width int) []string {
 	return lines
 }
 
-// gauge draws what is used against the cap, with the two marks in it.
-func gauge(h sluice.Health, width int) string {
-	cells := []rune(strings.Repeat(" ", width))
-	level := cell(h.UsedBytes(), h.Caps.MaxBytes, width)
-	for i := range level {
-		cells[i] = '█'
-	}
-	for _, mark := range []int64{h.Caps.LowWatermarkBytes, h.Caps.HighWatermarkBytes} {
-		if i := min(cell(mark, h.Caps.MaxBytes, width), width-1); cells[i] == ' ' {
-			cells[i] = '│'
-		} else {
-			cells[i] = '┃'
-		}
-	}
-	return "▕" + string(cells) + "▏"
-}
-
-// marks names the two marks under the gauge.
-func marks(h sluice.Health, width int) string {
-	low := "low " + Size(h.Caps.LowWatermarkBytes)
-	high := "high " + Size(h.Caps.HighWatermarkBytes)
-	line := strings.Repeat(" ", 1+cell(h.Caps.LowWatermarkBytes, h.Caps.MaxBytes, width)) + low
-	if gap := 1 + cell(h.Caps.HighWatermarkBytes, h.Caps.MaxBytes, width) - len(line); gap > 0 {
-		line += strings.Repeat(" ", gap) + high
-	} else {
-		line += "  " + high
-	}
-	return line
-}
-
-func cell(n, of int64, width int) int {
-	if of <= 0 {
-		return 0
-	}
-	return int(min(float64(n)/float64(of), 1) * float64(width))
-}
-
-// Size shows bytes for people: 12.0 MiB.
-func Size(n int64) string {
-	units := []string{"B", "KiB", "MiB", "GiB", "TiB"}
-	v, i := float64(n), 0
-	for v >= 1024 && i < len(units)-1 {
-		v /= 1024
-		i++
-	}
-	if i == 0 {
-		return fmt.Sprintf("%d B", n)
-	}
-	return fmt.Sprintf("%.1f %s", v, units[i])
+// levelOf is what is used against the cap.
+func levelOf(h sluice.Health) gauge.Gauge {
+	return gauge.Gauge{Level: h.UsedBytes(), Low: h.Caps.LowWatermarkBytes, High: h.Caps.HighWatermarkBytes, Cap: h.Caps.MaxBytes, Unit: gauge.Size}
 }
 
 // Summary says what came of the demo, for people.
 func (r *Result) Summary() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d samples, %d tokens, %s in %.1f s: %.1f samples/s, %.0f tokens/s, %.4f GB/s\n", r.Acked, r.Tokens, Size(r.Bytes), r.Seconds, r.SamplesPerS, r.TokensPerS, r.GBPerS)
-	fmt.Fprintf(&b, "flow        %s went through a store of %s; at most %s were used\n", Size(r.Bytes), Size(r.MaxBytes), Size(r.PeakBytes))
+	fmt.Fprintf(&b, "%d samples, %d tokens, %s in %.1f s: %.1f samples/s, %.0f tokens/s, %.4f GB/s\n", r.Acked, r.Tokens, gauge.Size(r.Bytes), r.Seconds, r.SamplesPerS, r.TokensPerS, r.GBPerS)
+	fmt.Fprintf(&b, "flow        %s went through a store of %s; at most %s were used\n", gauge.Size(r.Bytes), gauge.Size(r.MaxBytes), gauge.Size(r.PeakBytes))
 	if r.Parity == bitExact {
 		b.WriteString("parity      bit-exact: every sample equals a direct forward of its row\n")
 	} else {
 		fmt.Fprintf(&b, "parity      BROKEN: %s\n", r.Parity)
 	}
-	fmt.Fprintf(&b, "accounts    produced %d, acked %d, lost %d, dead %d, redelivered %d, left in the store %s", r.Produced, r.Acked, r.Lost, r.Dead, r.Redelivered, Size(r.ResidentBytes))
+	fmt.Fprintf(&b, "accounts    produced %d, acked %d, lost %d, dead %d, redelivered %d, left in the store %s", r.Produced, r.Acked, r.Lost, r.Dead, r.Redelivered, gauge.Size(r.ResidentBytes))
 	if r.Kills > 0 {
 		fmt.Fprintf(&b, ", consumers killed %d", r.Kills)
 	}

@@ -34,7 +34,7 @@ var rules = []struct {
 	{"stream", []string{"."}},
 	{"client", []string{".", "safetensors", "internal/wire"}},
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/...", "internal/wire"}},
-	{"internal/demo", []string{".", "client", "internal/wire", "safetensors", "store/...", "queue", "target/...", "prompt", "stream", "internal/scratch"}},
+	{"internal/demo", []string{".", "client", "internal/wire", "safetensors", "store/...", "queue", "target/...", "prompt", "stream", "internal/scratch", "internal/gauge"}},
 	{"internal/bench", []string{".", "store/...", "queue", "target/...", "internal/plan", "internal/scratch"}},
 	{"internal/torture", []string{".", "client", "internal/wire", "internal/scratch"}},
 	{"internal/inspect", []string{".", "safetensors", "store/dirstore"}},

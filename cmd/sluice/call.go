@@ -1,0 +1,195 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+// serviceFlags say which service a command talks to.
+type serviceFlags struct{ url, tokenFile, caFile, state string }
+
+func (s *serviceFlags) register(c *cobra.Command) {
+	f := c.PersistentFlags()
+	f.StringVar(&s.url, "url", "", "`address` of the service: http://host:port, https://host:port or unix:/path (default $SLUICE_URL, or the service of the state directory)")
+	f.StringVar(&s.tokenFile, "token-file", "", "`file` that holds the token and nothing else (default $SLUICE_TOKEN_FILE; the unix socket needs none)")
+	f.StringVar(&s.caFile, "ca-file", "", "`file` with the certificate to trust, PEM, instead of the system's")
+	f.StringVar(&s.state, "state", "", "state `directory` of a service on this host (default $SLUICE_STATE, $XDG_STATE_HOME/sluice or ~/.local/state/sluice)")
+}
+
+// stateDir is the directory of the flag, or the default.
+func stateDir(flag string) (string, error) {
+	if flag != "" {
+		return flag, nil
+	}
+	return wire.StateDir()
+}
+
+// caller makes single calls: what fails is reported, not repeated.
+type caller struct {
+	where string // for messages
+	base  string
+	token string
+	http  *http.Client
+}
+
+// callTime is how long a call of the command line may take.
+const callTime = 30 * time.Second
+
+func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
+	where := s.url
+	if where == "" {
+		where = os.Getenv(wire.EnvURL)
+	}
+	ca, local := s.caFile, wire.Endpoint{}
+	if dir, err := stateDir(s.state); err == nil || where == "" {
+		if err == nil {
+			local, err = wire.ReadEndpoint(dir)
+		}
+		if err != nil && where == "" {
+			return nil, err
+		}
+	}
+	if where == "" {
+		where = "unix:" + local.Socket
+	}
+	invalid := func(detail string) (*caller, error) {
+		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: "--url", Detail: detail, Hint: "want http://host:port, https://host:port or unix:/path"}
+	}
+	transport := &http.Transport{DisableKeepAlives: true}
+	c := &caller{where: where, base: where, http: &http.Client{Transport: transport, Timeout: callTime, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}}
+	if path, ok := strings.CutPrefix(where, "unix:"); ok {
+		c.base = "http://localhost"
+		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", path)
+		}
+	} else {
+		u, err := url.Parse(where)
+		switch {
+		case err != nil:
+			return invalid("is no address") // err may quote a secret
+		case u.User != nil || u.RawQuery != "" || u.Fragment != "":
+			return invalid("holds more than an address; a token goes into a file")
+		case u.Scheme != "http" && u.Scheme != "https" || u.Host == "" || u.Path != "" && u.Path != "/":
+			return invalid("is no address of a service")
+		}
+		c.base = u.Scheme + "://" + u.Host
+		if ca == "" && c.base == local.URL {
+			ca = local.CAFile
+		}
+		if ip := net.ParseIP(u.Hostname()); u.Scheme == "http" && u.Hostname() != "localhost" && (ip == nil || !ip.IsLoopback()) {
+			fmt.Fprintln(stderr, "sluice: warning: the token crosses the network in the clear, since the address is http")
+		}
+	}
+	if ca != "" {
+		pem, err := os.ReadFile(ca)
+		if err != nil {
+			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: "--ca-file", Err: err}
+		}
+		pool := x509.NewCertPool()
+		if !pool.AppendCertsFromPEM(pem) {
+			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: "--ca-file", Detail: "holds no certificate in PEM"}
+		}
+		transport.TLSClientConfig = &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
+	}
+	return c, c.findToken(s, local)
+}
+
+// findToken takes the file that was named, or, for the service of the state directory alone, the operator's token there. The socket needs none.
+func (c *caller) findToken(s *serviceFlags, local wire.Endpoint) error {
+	file := s.tokenFile
+	if file == "" {
+		file = os.Getenv(wire.EnvTokenFile)
+	}
+	if file != "" {
+		token, err := wire.ReadToken(file)
+		c.token = token
+		return err
+	}
+	if local.URL == "" || c.base != local.URL {
+		return nil
+	}
+	dir, err := stateDir(s.state)
+	if err != nil {
+		return err
+	}
+	tokens, err := wire.ReadTokens(dir)
+	for _, t := range tokens {
+		if t.Role == "operator" && t.Run == "" {
+			c.token = t.Value
+			return nil
+		}
+	}
+	return err
+}
+
+// do makes one call. in and out may be nil. What the service refuses comes back as it said it.
+func (c *caller) do(ctx context.Context, method, path string, in, out any) error {
+	unavailable := func(err error) error {
+		var u *url.Error
+		if errors.As(err, &u) {
+			err = u.Err // without the address, which is the subject
+		}
+		return &sluice.Error{Kind: sluice.Unavailable, Op: "service", Subject: c.where, Detail: "does not answer", Err: err, Hint: "is it running? start one with `sluice serve`"}
+	}
+	var body io.Reader
+	if in != nil {
+		data, err := json.Marshal(in)
+		if err != nil {
+			return err
+		}
+		body = bytes.NewReader(data)
+	}
+	req, err := http.NewRequestWithContext(ctx, method, c.base+path, body)
+	if err != nil {
+		return err
+	}
+	if in != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	if c.token != "" {
+		req.Header.Set("Authorization", "Bearer "+c.token)
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		return unavailable(err)
+	}
+	defer resp.Body.Close() //nolint:errcheck // it was read to its end
+	data, err := io.ReadAll(io.LimitReader(resp.Body, 256<<20))
+	if err != nil {
+		return unavailable(err)
+	}
+	if resp.StatusCode/100 != 2 {
+		var p wire.Problem
+		if json.Unmarshal(data, &p) != nil || p.Code == "" {
+			return unavailable(fmt.Errorf("it answered %s without a problem document: that is no Sluice service", resp.Status))
+		}
+		return p.Err()
+	}
+	if out == nil {
+		return nil
+	}
+	if err := json.Unmarshal(data, out); err != nil {
+		return &sluice.Error{Kind: sluice.Corrupt, Op: "service", Subject: c.where, Detail: "its answer can't be read", Err: err}
+	}
+	return nil
+}
