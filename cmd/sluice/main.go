@@ -57,6 +57,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.AddCommand(demoCommand(stdout, stderr))
 	root.AddCommand(inspectCommand(stdout, stderr))
 	root.AddCommand(planCommand(stdout, stderr))
+	root.AddCommand(tortureCommand(stdout, stderr))
 	root.AddCommand(runsCommand(stdout, stderr))
 	root.AddCommand(statusCommand(stdout, stderr))
 	root.AddCommand(tokenCommand(stdout))
