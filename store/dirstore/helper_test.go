@@ -4,6 +4,7 @@ package dirstore
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,9 +12,13 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/sluice-ml/sluice"
 )
@@ -21,7 +26,7 @@ import (
 // victim starts this test binary again as another process, which plays a role on the directory until it is killed.
 type victim struct {
 	cmd   *exec.Cmd
-	in    io.Closer
+	in    io.WriteCloser
 	lines *bufio.Reader
 }
 
@@ -54,6 +59,20 @@ func (v *victim) await(t testing.TB, want string) {
 			return
 		}
 	}
+}
+
+// ask gives a consumer a command and returns what it says, which must begin with want.
+func (v *victim) ask(t testing.TB, want, format string, args ...any) string {
+	t.Helper()
+	if _, err := fmt.Fprintf(v.in, format+"\n", args...); err != nil {
+		t.Fatalf("the other process is gone: %v", err)
+	}
+	line, err := v.lines.ReadString('\n')
+	said, ok := strings.CutPrefix(strings.TrimSpace(line), want)
+	if err != nil || !ok {
+		t.Fatalf("told to "+format+", the other process says %q, %v, want %q", append(args, line, err, want)...)
+	}
+	return strings.TrimSpace(said)
 }
 
 // kill ends the process by SIGKILL and returns what it had still said.
@@ -118,6 +137,118 @@ func helper(role string) {
 	case role == "churn":
 		fmt.Println("ready")
 		churn(s, check)
+	case role == "producer":
+		fmt.Println("ready")
+		produce(s, check)
+	case role == "consumer":
+		fmt.Println("ready")
+		consume(s, check)
+	}
+}
+
+// produce puts samples for ever, and says each one's ref. It waits for room as it would for a gate.
+func produce(s *Store, check func(error)) {
+	ctx := context.Background()
+	freed := make(chan struct{}, 1)
+	s.OnFreed(func() {
+		select {
+		case freed <- struct{}{}:
+		default:
+		}
+	})
+	for n := 0; ; n++ {
+		size := 1 + rand.IntN(victimSample)
+		r, err := s.Reserve(ctx, int64(size))
+		for errors.Is(err, sluice.ErrFull) {
+			<-freed
+			r, err = s.Reserve(ctx, int64(size))
+		}
+		check(err)
+		ref, err := s.Put(ctx, sampleOf(fmt.Sprintf("p%d-%d", os.Getpid(), n), byte(rand.IntN(256)), size), r)
+		check(err)
+		_, err = fmt.Println(ref.Canonical()) // one write a line
+		check(err)
+	}
+}
+
+// consume does as it is told, one line a command, and says so in one line:
+//
+//	get REF        -> got ID HANDLE
+//	check ID       -> same ID, or changed ID
+//	close ID       -> closed ID: the memory is given up, not the pin
+//	release ID     -> released ID: the pin is given up, not the memory
+//	use REF        -> used ID: get, check and both
+//	fork           -> forked PID: of a copy of this process that does nothing
+//	start          -> started PID: of another program that does nothing
+func consume(s *Store, check func(error)) {
+	ctx := context.Background()
+	open := map[string]*sluice.Tensors{}
+	get := func(text string) (sluice.Ref, *sluice.Tensors) {
+		ref, err := sluice.ParseRef([]byte(text))
+		check(err)
+		ts, err := s.Get(ctx, ref)
+		check(err)
+		return ref, ts
+	}
+	seeds := map[string]string{}
+	same := func(id string, ts *sluice.Tensors) bool {
+		seed, err := strconv.Atoi(seeds[id])
+		check(err)
+		data := ts.Features[0].Data
+		return bytes.Equal(data, pattern(byte(seed), len(data)))
+	}
+	in := bufio.NewReader(os.Stdin)
+	for {
+		line, err := in.ReadString('\n')
+		if err != nil {
+			os.Exit(2) // the parent has gone
+		}
+		what, arg, _ := strings.Cut(strings.TrimSpace(line), " ")
+		switch what {
+		case "get", "use":
+			ref, ts := get(arg)
+			id := ref.SampleID()
+			seeds[id], _ = ref.Attribute("seed")
+			if what == "get" {
+				open[id] = ts
+				fmt.Printf("got %s %v\n", id, ts.Handle.ID)
+				continue
+			}
+			if !same(id, ts) {
+				check(fmt.Errorf("%s has other bytes", ref))
+			}
+			check(ts.Release(ctx))
+			fmt.Println("used", id)
+		case "check":
+			if same(arg, open[arg]) {
+				fmt.Println("same", arg)
+			} else {
+				fmt.Println("changed", arg)
+			}
+		case "close":
+			check(open[arg].Close())
+			fmt.Println("closed", arg)
+		case "release":
+			check(s.Release(ctx, open[arg].Handle))
+			fmt.Println("released", arg)
+		case "fork":
+			hangUp := &unix.PollFd{}
+			pid, _, errno := unix.RawSyscall6(unix.SYS_CLONE, uintptr(unix.SIGCHLD), 0, 0, 0, 0, 0)
+			if pid == 0 { // the copy has no other thread, and must call nothing of Go's; it ends with the test
+				unix.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(hangUp)), 1, 0, 0, 0, 0)
+				unix.RawSyscall(unix.SYS_EXIT_GROUP, 0, 0, 0)
+			}
+			if errno != 0 {
+				check(errno)
+			}
+			fmt.Println("forked", pid)
+		case "start":
+			cmd := exec.Command("sleep", "100")
+			check(cmd.Start())
+			fmt.Println("started", cmd.Process.Pid)
+		default:
+			check(fmt.Errorf("no such command: %q", line))
+		}
 	}
 }
 

@@ -5,6 +5,7 @@ package dirstore
 import (
 	"bytes"
 	"math/rand/v2"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -212,6 +213,156 @@ func TestKillsAtRandom(t *testing.T) {
 		}
 		mustAudit(t, s, "when all is freed")
 	}
+}
+
+// flow is a producer and a consumer, two processes over one store, and what a queue between them knows: which samples there are, and which are out.
+type flow struct {
+	*Store
+	producer, consumer *victim
+	produced, consumed chan string // what they say; closed when they have ended, and nil from then on
+	waiting            []sluice.Ref
+	out                map[string]sluice.Ref // the consumer has these
+	put, used, again   int
+}
+
+func (x *flow) start(t *testing.T, role string) (*victim, chan string) {
+	t.Helper()
+	v := startVictim(t, role, x.dir)
+	v.await(t, "ready")
+	said := make(chan string)
+	go func() { // ends with the process
+		defer close(said)
+		for {
+			line, err := v.lines.ReadString('\n')
+			if err != nil {
+				return // the line was cut by the kill
+			}
+			said <- strings.TrimSpace(line)
+		}
+	}()
+	return v, said
+}
+
+func (x *flow) startProducer(t *testing.T) { x.producer, x.produced = x.start(t, "producer") }
+func (x *flow) startConsumer(t *testing.T) { x.consumer, x.consumed = x.start(t, "consumer") }
+
+// deliver keeps up to four samples out at the consumer.
+func (x *flow) deliver() {
+	for x.consumed != nil && len(x.out) < 4 && len(x.waiting) > 0 {
+		ref := x.waiting[0]
+		x.waiting, x.out[ref.SampleID()] = x.waiting[1:], ref
+		_, _ = x.consumer.in.Write([]byte("use " + ref.Canonical() + "\n")) // fails if it was just killed
+	}
+}
+
+// run lets them go on until all is as it should be.
+func (x *flow) run(t *testing.T, until func() bool) {
+	t.Helper()
+	stuck := time.After(time.Minute)
+	for !until() {
+		x.deliver()
+		select {
+		case line, ok := <-x.produced:
+			if !ok {
+				x.produced = nil
+				x.producer.kill()
+				continue
+			}
+			ref, err := sluice.ParseRef([]byte(line))
+			must(t, err)
+			must(t, x.Claim(ref, "queue"))
+			x.waiting = append(x.waiting, ref)
+			x.put++
+		case line, ok := <-x.consumed:
+			if !ok {
+				x.consumed = nil
+				x.consumer.kill()
+				for id, ref := range x.out { // their leases end
+					x.waiting = append(x.waiting, ref)
+					delete(x.out, id)
+					x.again++
+				}
+				continue
+			}
+			id, ok := strings.CutPrefix(line, "used ")
+			ref, is := x.out[id]
+			if !ok || !is {
+				t.Fatalf("the consumer says %q, and has %v", line, x.out)
+			}
+			must(t, x.Unclaim(ref, "queue"))
+			delete(x.out, id)
+			x.used++
+		case <-stuck:
+			t.Fatalf("nothing moves: %+v, %d waiting, %d out", x.Health(), len(x.waiting), len(x.out))
+		}
+	}
+}
+
+// TestKillsOfAProducerAConsumerAndBothLoseNothing kills one or both of two processes that stream, at random instants, while the other goes on. Everything that a
+// producer has told of is used, once more if a consumer died with it, and nothing else is left. DIRSTORE_KILLS sets the number of rounds.
+func TestKillsOfAProducerAConsumerAndBothLoseNothing(t *testing.T) {
+	t.Parallel()
+	clock := &handClock{}
+	x := &flow{Store: mustOpen(t, shm(t), &Options{Caps: sluice.Caps{MaxBytes: 10 * victimSample}, Clock: clock}), out: map[string]sluice.Ref{}}
+	x.startProducer(t)
+	x.startConsumer(t)
+	kills := [3]int{} // of the producer, the consumer, both
+	for round := range envInt("DIRSTORE_KILLS", 12) {
+		who := round % 3
+		kills[who]++
+		time.AfterFunc(time.Duration(rand.IntN(20_000))*time.Microsecond, func() {
+			if who != 1 {
+				_ = x.producer.cmd.Process.Kill()
+			}
+			if who != 0 {
+				_ = x.consumer.cmd.Process.Kill()
+			}
+		})
+		x.run(t, func() bool { return (who == 1 || x.produced == nil) && (who == 0 || x.consumed == nil) })
+		if (who == 1) != (x.produced != nil) || (who == 0) != (x.consumed != nil) {
+			t.Fatal("one died by itself")
+		}
+		if _, err := x.GC(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		mustAudit(t, x.Store, "after the kill")
+		clock.ahead += 2 * time.Minute // so that GC takes what the dead have put and not told of
+		if _, err := x.GC(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		mustAudit(t, x.Store, "two minutes later")
+		if who == 2 { // nobody is at work: what there is waits
+			h, want := x.Health(), int64(0)
+			for _, ref := range x.waiting {
+				want += ref.EstimatedBytes()
+			}
+			if h.UsedBytes() != want || h.UsedSamples() != int64(len(x.waiting)) {
+				t.Fatalf("round %d: %+v, want %d bytes of %d samples", round, h, want, len(x.waiting))
+			}
+		}
+		if x.produced == nil {
+			x.startProducer(t)
+		}
+		if x.consumed == nil {
+			x.startConsumer(t)
+		}
+	}
+	_ = x.producer.cmd.Process.Kill()
+	x.run(t, func() bool { return x.produced == nil && len(x.waiting)+len(x.out) == 0 })
+	_ = x.consumer.cmd.Process.Kill()
+	x.run(t, func() bool { return x.consumed == nil })
+	if x.used != x.put {
+		t.Errorf("%d samples were put, %d were used", x.put, x.used)
+	}
+	clock.ahead += 2 * time.Minute
+	wantResident(t, "after the last kill", x.Store, 0, 0)
+	must(t, x.Close())
+	names, err := os.ReadDir(x.dir)
+	must(t, err)
+	if len(names) != 1 || names[0].Name() != ledgerName {
+		t.Errorf("%v are left", names)
+	}
+	t.Logf("killed: %d producers, %d consumers, %d of both at once; %d samples, %d of them delivered once more; none lost, none left", kills[0], kills[1], kills[2], x.put, x.again)
 }
 
 func note(t *testing.T, claimed map[string]sluice.Ref, line string) {

@@ -82,10 +82,23 @@ func TestOpenRefusesDirectoriesThatOthersReach(t *testing.T) {
 	wantError(t, "a missing parent", err, sluice.NotFound)
 	_, err = Open("", someCaps)
 	wantError(t, "no path", err, sluice.Invalid)
+}
+
+func TestOpenRefusesADirectoryOfAnotherUser(t *testing.T) {
+	t.Parallel()
+	dir, owner := "/", 0
 	if os.Geteuid() == 0 {
-		must(t, os.Chown(real, 65534, 65534))
-		_, err = Open(real, someCaps)
-		wantError(t, "another user's", err, sluice.Denied, "65534")
+		dir, owner = shm(t), 65534
+		must(t, os.Mkdir(dir, 0o700))
+		must(t, os.Chown(dir, owner, owner))
+	}
+	_, err := Open(dir, someCaps)
+	wantError(t, "Open", err, sluice.Denied, fmt.Sprintf("dirstore: open %q: belongs to user %d, want our own, %d", dir, owner, os.Geteuid()), "choose a directory of your own")
+	if dir != "/" {
+		names, err := os.ReadDir(dir)
+		if err != nil || len(names) != 0 {
+			t.Errorf("it left %v in it, %v", names, err)
+		}
 	}
 }
 
@@ -528,29 +541,61 @@ func TestATruncatedOrReplacedFileIsCorruptAndNamed(t *testing.T) {
 
 func TestADirectoryThatIsExchangedUnderTheStoreIsNoticed(t *testing.T) {
 	t.Parallel()
-	for what, exchange := range map[string]func(dir string) error{
-		"deleted":  os.RemoveAll,
-		"renamed":  func(dir string) error { return os.Rename(dir, dir+"-away") },
-		"replaced": func(dir string) error { return errors.Join(os.Rename(dir, dir+"-away"), os.Mkdir(dir, 0o700)) },
+	away := func(dir string) error { return os.Rename(dir, dir+"-away") }
+	for _, tc := range []struct {
+		name     string
+		exchange func(dir string) error
+		want     string
+		deleted  bool // the ledger too: then nothing can be written down any more
+	}{
+		{"deleted", os.RemoveAll, "can no longer be found under the open store", true},
+		{"renamed", away, "can no longer be found under the open store", false},
+		{"replaced by a directory", func(dir string) error { return errors.Join(away(dir), os.Mkdir(dir, 0o700)) }, "was replaced by another directory under the open store", false},
+		{"replaced by a link to itself", func(dir string) error { return errors.Join(away(dir), os.Symlink(dir+"-away", dir)) }, "was replaced by a symbolic link under the open store", false},
+		{"replaced by a link to nothing", func(dir string) error { return errors.Join(away(dir), os.Symlink("nowhere", dir)) }, "was replaced by a symbolic link under the open store", false},
+		{"deleted, and replaced by a file", func(dir string) error { return errors.Join(os.RemoveAll(dir), os.WriteFile(dir, nil, 0o600)) }, "was replaced by something that is no directory under the open store", true},
 	} {
-		dir := shm(t)
-		s := mustOpen(t, dir, someCaps)
-		ref := mustPut(t, s, "a", 1, victimSample)
-		ts := mustGet(t, s, ref)
-		must(t, exchange(dir))
-		_, err := s.Reserve(t.Context(), 1)
-		wantError(t, "Reserve, "+what, err, sluice.Unavailable, dir)
-		_, err = s.Put(t.Context(), sampleOf("b", 1, 10), sluice.Reservation{})
-		wantError(t, "Put, "+what, err, sluice.Unavailable, dir)
-		_, err = s.Get(t.Context(), ref)
-		wantError(t, "Get, "+what, err, sluice.Unavailable, dir)
-		_, err = s.GC(t.Context())
-		wantError(t, "GC, "+what, err, sluice.Unavailable, dir)
-		if !bytes.Equal(ts.Features[0].Data, pattern(1, victimSample)) {
-			t.Error("the tensors changed")
-		}
-		must(t, ts.Close())
-		must(t, s.Close())
+		t.Run(tc.name, func(t *testing.T) {
+			t.Parallel()
+			ctx, dir := t.Context(), shm(t)
+			s := mustOpen(t, dir, someCaps)
+			ref, loose := mustPut(t, s, "a", 1, victimSample), mustPut(t, s, "loose", 2, 100)
+			must(t, s.Claim(ref, "queue"))
+			r, err := s.Reserve(ctx, 10)
+			must(t, err)
+			ts := mustGet(t, s, ref)
+			must(t, tc.exchange(dir))
+			for what, call := range map[string]func() error{
+				"reserve": func() error { _, err := s.Reserve(ctx, 1); return err },
+				"put":     func() error { _, err := s.Put(ctx, sampleOf("b", 1, 10), sluice.Reservation{}); return err },
+				"get":     func() error { _, err := s.Get(ctx, ref); return err },
+				"gc":      func() error { _, err := s.GC(ctx); return err },
+				"samples": func() error { _, err := s.Samples(ctx); return err },
+			} {
+				wantError(t, what, call(), sluice.Unavailable, fmt.Sprintf("dirstore: %s %q: %s", what, dir, tc.want), "close the store and open it again")
+			}
+			// What gives something back works while the ledger is there.
+			for what, call := range map[string]func() error{
+				"unreserve": func() error { return s.Unreserve(ctx, r) },
+				"abort":     func() error { return s.Abort(ctx, loose) },
+				"unclaim":   func() error { return s.Unclaim(ref, "queue") },
+				"release":   func() error { return s.Release(ctx, ts.Handle) },
+			} {
+				if err := call(); tc.deleted {
+					wantError(t, what, err, sluice.Unavailable, dir, "the ledger was deleted under the open store", "close the store and open it again")
+				} else if err != nil {
+					t.Errorf("%s: %v", what, err)
+				}
+			}
+			if !bytes.Equal(ts.Features[0].Data, pattern(1, victimSample)) {
+				t.Error("the tensors changed")
+			}
+			must(t, ts.Close())
+			must(t, s.Close())
+			if _, err := os.Lstat(dir); tc.name == "deleted" && !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("the store made it again: %v", err)
+			}
+		})
 	}
 }
 

@@ -31,8 +31,9 @@ func overlay(t testing.TB) string {
 	return filepath.Join(merged, "store")
 }
 
-// changesUnderReader maps a sample, frees it, puts 200 others of its size, and reports whether the mapped bytes changed. Pages that the reader has not
-// touched yet are the ones in danger, so it looks at each page for the first time at the end.
+// changesUnderReader gets a sample, gives its handle and its claim up but keeps the tensor untouched, puts 200 others of its size, and reports whether the tensor
+// changed. Pages that the reader has not touched yet are the ones in danger, so it looks at each page for the first time at the end. Until the tensor is dropped,
+// its bytes must count, unless the ledger is to be wrong.
 func changesUnderReader(t *testing.T, dir string, h hooks) (changed, recycled bool) {
 	t.Helper()
 	const n = 1 << 20
@@ -53,11 +54,19 @@ func changesUnderReader(t *testing.T, dir string, h hooks) (changed, recycled bo
 	for i := range 200 {
 		r := mustPut(t, producer, "other-"+strconv.Itoa(i), byte(2+i%100), n)
 		must(t, unix.Stat(filepath.Join(dir, r.SampleID()+sampleSuffix), &inode))
+		if h := producer.Health(); h.ResidentBytes != 2*n && !producer.hooks.forceReuse {
+			t.Errorf("after %d puts, %+v is counted, want the tensor and the last put", i+1, h)
+		}
 		recycled = recycled || seen[inode.Ino]
 		seen[inode.Ino] = true
 		must(t, producer.Abort(t.Context(), r))
 	}
-	return !bytes.Equal(ts.Features[0].Data, pattern(1, n)), recycled
+	changed = !bytes.Equal(ts.Features[0].Data, pattern(1, n))
+	must(t, ts.Close())
+	if h := producer.Health(); h.ResidentBytes != 0 && !producer.hooks.forceReuse {
+		t.Errorf("when the tensor is dropped, %+v is counted", h)
+	}
+	return changed, recycled
 }
 
 func TestNoMappedFileChanges(t *testing.T) {

@@ -417,6 +417,8 @@ func (s *Store) checkDirectory(op string) error {
 		what = "can no longer be found"
 	case st.Mode&unix.S_IFMT == unix.S_IFLNK:
 		what = "was replaced by a symbolic link"
+	case st.Mode&unix.S_IFMT != unix.S_IFDIR:
+		what = "was replaced by something that is no directory"
 	}
 	return &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: " + op, Subject: s.dir, Detail: what + " under the open store", Err: err, Hint: "close the store and open it again"}
 }
