@@ -47,14 +47,17 @@ func (l *Loader) make() made {
 			}
 			continue
 		}
-		leases, m := l.acquire(l.cfg.Batch - n)
-		if m.end || m.err != nil {
-			if n > 0 && (m.end || errors.Is(m.err, sluice.ErrWedged)) {
-				if part, again := l.collate(n); !again {
-					return part // the end, or the wedge, will be there again
-				}
-				continue
+		// A window opens as a whole, so what lacks now of the batch's window comes no more; and the next window may not open before this one is settled.
+		rest := n > 0 && l.parts[0].lease.Window != nil
+		leases, m := l.acquire(l.cfg.Batch-n, !rest)
+		switch {
+		case len(leases) > 0:
+		case n > 0 && (m.end || m.err == nil || errors.Is(m.err, sluice.ErrWedged)):
+			if part, again := l.collate(n); !again {
+				return part // the end, or the wedge, will be there again
 			}
+			continue
+		default:
 			return m
 		}
 		for i, lease := range leases {
@@ -132,11 +135,15 @@ func otherWindow(a, b sluice.Lease) bool {
 	return a.Window != nil && b.Window != nil && a.Window.Number != b.Window.Number
 }
 
-// acquire waits for leases. The end and errors come as made.
+// acquire waits for leases, or takes what there is. The end and errors come as made, and nothing as neither.
 //
 // While the trainer does not wait it asks ahead, so that a run whose trainer is at work counts neither as wedged nor as waiting for samples. When that changes
 // the call is given up and asked again under the same id, which gets the leases of an answer that was lost on the way.
-func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
+func (l *Loader) acquire(most int, patient bool) ([]sluice.Lease, made) {
+	wait := time.Duration(0)
+	if patient {
+		wait = -1
+	}
 	var failing time.Time // since when the queue is unavailable
 	id := requestID("acquire")
 	for try := 1; ; {
@@ -151,7 +158,7 @@ func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 		l.recall = recall
 		l.mu.Unlock()
 		begin := l.clock.Now()
-		d, err := l.cfg.Queue.Acquire(ctx, sluice.AcquireRequest{Consumer: l.cfg.Consumer, Max: most, Wait: -1, Ahead: ahead, RequestID: id})
+		d, err := l.cfg.Queue.Acquire(ctx, sluice.AcquireRequest{Consumer: l.cfg.Consumer, Max: most, Wait: wait, Ahead: ahead, RequestID: id})
 		l.mu.Lock()
 		l.recall = nil
 		l.mu.Unlock()
@@ -171,6 +178,8 @@ func (l *Loader) acquire(most int) ([]sluice.Lease, made) {
 				m.err = cutOff(d.Cause)
 			}
 			return nil, m
+		case err == nil && !patient:
+			return nil, made{}
 		case err == nil || ahead && errors.Is(err, sluice.ErrWedged):
 			// Nothing yet; the queue tells all who wait of a wedge, and the trainer hears of it when it waits itself, if there still is one by then. The queue has
 			// waited already; if it did not, this must not become a spin.
