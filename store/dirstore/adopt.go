@@ -47,6 +47,13 @@ func (s *Store) Adopt(ctx context.Context, staging *os.Root, name string, uid in
 	}
 	defer func() { _ = dir.Close() }()
 	a := &adoption{s: s, dirfd: int(dir.Fd()), name: name, uid: uid, in: in}
+	var st unix.Stat_t
+	if err := unix.Fstat(a.dirfd, &st); err != nil {
+		return sluice.Ref{}, sysError("adopt", staging.Name(), "stat the staging directory", err)
+	}
+	if st.Dev != s.dev {
+		return sluice.Ref{}, a.elsewhere()
+	}
 	f, err := a.open(a.dirfd, name)
 	if errors.Is(err, sluice.ErrNotFound) {
 		if ref, again := s.stored("adopt", in); again != nil || !ref.IsZero() {
@@ -97,6 +104,10 @@ func (a *adoption) open(dirfd int, name string) (*os.File, error) {
 		return nil, err
 	}
 	return f, nil
+}
+
+func (a *adoption) elsewhere() error {
+	return &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: adopt", Subject: a.name, Detail: "is on another file system than the store " + a.s.dir, Hint: "stage on the same one, or upload the sample"}
 }
 
 func (a *adoption) check(st *unix.Stat_t) error {
@@ -193,7 +204,7 @@ func (a *adoption) look(ctx context.Context, f *os.File) (*sight, error) {
 }
 
 // unwritten reports whether it is known that nobody has the file open for writing: the kernel gives a lease only then. ErrConflict if somebody has. Leases are for the owner of the
-// file, and not every file system has them.
+// file, and not every file system has them. Whoever opens the file in the moment in which it is leased waits for that moment; the signal that it sends us is SIGIO, which Go passes over.
 func (a *adoption) unwritten(f *os.File) (bool, error) {
 	_, err := unix.FcntlInt(f.Fd(), unix.F_SETLEASE, unix.F_RDLCK)
 	switch {
@@ -214,8 +225,8 @@ func (a *adoption) unwritten(f *os.File) (bool, error) {
 func (a *adoption) move(ctx context.Context, p staged, f *os.File, before *sight) (*os.File, error) {
 	s := a.s
 	if err := unix.Renameat2(a.dirfd, a.name, s.dirfd, p.scratch, unix.RENAME_NOREPLACE); err != nil {
-		if errors.Is(err, unix.EXDEV) {
-			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: adopt", Subject: a.name, Detail: "is on another file system than the store " + s.dir, Hint: "stage on the same one, or upload the sample"}
+		if errors.Is(err, unix.EXDEV) { // a mount of the same file system is another one to rename
+			return nil, a.elsewhere()
 		}
 		return nil, sysError("adopt", a.name, "move the file", err)
 	}

@@ -6,10 +6,12 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"os"
 	"testing"
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/safetensors"
 )
 
 // died is the panic that plays the death of a process at a point.
@@ -25,8 +27,40 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 		ref sluice.Ref // a sample that is in the store
 		ts  *sluice.Tensors
 		r   sluice.Reservation
+		y   *yard
+		n   *Loan
 	}
 	ctx := t.Context()
+	described := Incoming{SampleID: "new", RunID: "r", Algorithm: sluice.EAGLE3, NumTokens: 1, Attributes: map[string]string{"seed": "9"}}
+	receive := func(sc *scene) error {
+		_, err := sc.s.Receive(ctx, bytes.NewReader(stockFile(nil, sampleOf("new", 9, n).Features...)), -1, described, sc.r)
+		return err
+	}
+	// stage writes a file that is moved if it has a ref, and copied otherwise.
+	stage := func(sc *scene, meta func(sluice.Ref) map[string]string) {
+		sample := sampleOf("new", 9, n)
+		fields, err := sample.RefFields(sc.s.uri, "g")
+		must(t, err)
+		ref, err := sluice.NewRef(fields)
+		must(t, err)
+		sc.y.stage("f", padded(meta(ref), sample.Features...))
+	}
+	adopt := func(sc *scene) error {
+		_, err := sc.s.Adopt(ctx, sc.y.root, "f", os.Geteuid(), described, sc.r)
+		return err
+	}
+	lend := func(mapped bool) func(sc *scene) error {
+		return func(sc *scene) (err error) {
+			sc.n, err = sc.s.Lend(ctx, sc.ref, mapped)
+			return err
+		}
+	}
+	lent := func(mapped bool) func(t *testing.T, sc *scene) {
+		return func(t *testing.T, sc *scene) {
+			sc.ref = mustPut(t, sc.s, "mine", 6, n)
+			must(t, lend(mapped)(sc))
+		}
+	}
 	for _, tc := range []struct {
 		name  string
 		setup func(t *testing.T, sc *scene)
@@ -51,6 +85,21 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 			_, err := sc.s.Put(ctx, sampleOf("new", 9, n), sluice.Reservation{})
 			return err
 		}},
+		{"receive", nil, receive},
+		{"receive under a reservation", func(t *testing.T, sc *scene) { sc.r, _ = sc.s.Reserve(ctx, n/2) }, receive},
+		{"receive into a recycled file", func(t *testing.T, sc *scene) {
+			must(t, sc.s.Abort(ctx, mustPut(t, sc.s, "old", 5, n+3000)))
+		}, receive},
+		{"adopt by moving", func(t *testing.T, sc *scene) {
+			stage(sc, func(ref sluice.Ref) map[string]string { return map[string]string{safetensors.RefKey: ref.Canonical()} })
+		}, adopt},
+		{"adopt by copying", func(t *testing.T, sc *scene) {
+			stage(sc, func(sluice.Ref) map[string]string { return nil })
+		}, adopt},
+		{"lend", nil, lend(false)},
+		{"release of a loan", lent(false), func(sc *scene) error { return sc.n.Release() }},
+		{"release and close of a mapped loan", lent(true), func(sc *scene) error { return errors.Join(sc.n.Release(), sc.n.Close()) }},
+		{"loss of a loan", lent(true), func(sc *scene) error { return sc.n.Lost() }},
 		{"get", nil, func(sc *scene) error {
 			ts, err := sc.s.Get(ctx, sc.ref)
 			if err == nil {
@@ -93,6 +142,8 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 				kept := mustPut(t, observer, "kept", 3, n)
 				must(t, observer.Claim(kept, "queue"))
 				sc := &scene{s: mustOpen(t, dir, opts), ref: kept}
+				sc.y = newYard(t, dir, opts)
+				must(t, sc.y.s.Close())
 				if tc.setup != nil {
 					tc.setup(t, sc)
 				}
@@ -161,6 +212,10 @@ func TestDeathAtEveryPointOfEveryChangeIsRepaired(t *testing.T) {
 				if sc.ts != nil {
 					_ = sc.ts.Close() // in truth the mapping ends with the process
 				}
+				if sc.n != nil {
+					_ = sc.n.Close()
+				}
+				_ = sc.y.root.Close()
 				must(t, observer.Close())
 				if through {
 					points = k

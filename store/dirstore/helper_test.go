@@ -122,6 +122,11 @@ func helper(role string) {
 	switch {
 	case inPut:
 		put("victim", 7)
+	case role == "receive":
+		body := stockFile(nil, sampleOf("victim", 7, victimSample).Features...)
+		in := Incoming{SampleID: "victim", RunID: "r", Algorithm: sluice.EAGLE3}
+		_, err := s.Receive(ctx, io.MultiReader(bytes.NewReader(body[:victimSample/2]), onRead(block)), int64(len(body)), in, sluice.Reservation{})
+		check(err)
 	case role == "holder":
 		_, err := s.Reserve(ctx, 1000)
 		check(err)

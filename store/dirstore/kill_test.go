@@ -55,13 +55,13 @@ func TestAKilledProcessLosesItsPinsAndReservationsOnly(t *testing.T) {
 
 func TestAKillInTheMiddleOfAPutLeavesNothing(t *testing.T) {
 	t.Parallel()
-	for _, point := range []string{"staged", "created", "written", "named", "linked", "published"} {
-		t.Run(point, func(t *testing.T) {
+	for _, role := range []string{"put:staged", "put:created", "put:written", "put:named", "put:linked", "put:published", "receive"} {
+		t.Run(role, func(t *testing.T) {
 			t.Parallel()
 			dir, clock := shm(t), &handClock{}
 			s := mustOpen(t, dir, &Options{Caps: sluice.Caps{MaxBytes: 10 << 20}, Clock: clock})
 			must(t, s.Abort(t.Context(), mustPut(t, s, "pooled", 1, victimSample))) // so that the victim writes into a recycled file
-			v := startVictim(t, "put:"+point, dir)
+			v := startVictim(t, role, dir)
 			v.await(t, "ready")
 			_, err := s.Put(t.Context(), sampleOf("victim", 1, 10), sluice.Reservation{})
 			if sluice.KindOf(err) != sluice.Duplicate {
@@ -72,7 +72,7 @@ func TestAKillInTheMiddleOfAPutLeavesNothing(t *testing.T) {
 				t.Fatal(err)
 			}
 			mustAudit(t, s, "after the kill")
-			if point == "published" {
+			if role == "put:published" {
 				clock.ahead = time.Hour
 				if _, err := s.GC(t.Context()); err != nil {
 					t.Fatal(err)
