@@ -24,7 +24,7 @@ import (
 // is aligned to its elements. On a medium that wants checksums, and if it carries any, its header must be the one that package safetensors lays out with checksums; zeros are
 // filled in. Any other valid file, and every file if the kernel can't tell whether it is open for writing, is copied as [Store.Receive] would, and then removed.
 //
-// If Adopt succeeds, the name is gone. If it fails, the file has its name again, perhaps with mode 0600, ourselves as owner, and checksums filled in, unless
+// If Adopt succeeds, the name is gone. If it fails, the file has its name again, perhaps with mode 0600 and checksums filled in, unless
 // another file has taken the name meanwhile. A process that dies while the file is moved takes it along. A call that repeats one of the same generation returns the same
 // ref, also when the file is gone, if in names the generation.
 //
@@ -54,7 +54,7 @@ func (s *Store) Adopt(ctx context.Context, staging *os.Root, name string, uid in
 	if st.Dev != s.dev {
 		return sluice.Ref{}, a.elsewhere()
 	}
-	f, err := a.open(a.dirfd, name)
+	f, err := a.open()
 	if errors.Is(err, sluice.ErrNotFound) {
 		if ref, again := s.stored("adopt", in); again != nil || !ref.IsZero() {
 			return ref, again
@@ -77,19 +77,20 @@ type adoption struct {
 	dirfd int // the staging directory
 	name  string
 	uid   int
+	gid   int // of the file
 	in    Incoming
 }
 
-// open opens the file under a name in a directory, if it is one that may be adopted. Of what else may lie there, nothing is opened: a device could do anything at that.
-func (a *adoption) open(dirfd int, name string) (*os.File, error) {
+// open opens the file, if it is one that may be adopted. Of what else may lie there, nothing is opened: a device could do anything at that.
+func (a *adoption) open() (*os.File, error) {
 	var st unix.Stat_t
-	if err := unix.Fstatat(dirfd, name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
+	if err := unix.Fstatat(a.dirfd, a.name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return nil, sysError("adopt", a.name, "find the file", err)
 	}
 	if err := a.check(&st); err != nil {
 		return nil, err
 	}
-	fd, err := unix.Openat(dirfd, name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	fd, err := unix.Openat(a.dirfd, a.name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, sysError("adopt", a.name, "open the file", err)
 	}
@@ -97,7 +98,7 @@ func (a *adoption) open(dirfd int, name string) (*os.File, error) {
 	if err = unix.Fstat(fd, &st); err != nil {
 		err = sysError("adopt", a.name, "stat the file", err)
 	} else {
-		err = a.check(&st)
+		a.gid, err = int(st.Gid), a.check(&st)
 	}
 	if err != nil {
 		_ = f.Close()
@@ -142,6 +143,9 @@ func (a *adoption) adopt(ctx context.Context, f *os.File, r sluice.Reservation) 
 	return s.put(ctx, before.ref, r, source{size: before.size, moved: true,
 		fill: func(p staged) (*os.File, error) { return a.move(ctx, p, f, before) },
 		back: func(name string) {
+			if a.uid != os.Geteuid() {
+				_ = unix.Fchownat(s.dirfd, name, a.uid, a.gid, unix.AT_SYMLINK_NOFOLLOW) // whom it may have been taken from
+			}
 			// It stays in the store, and is removed there, if the name is taken.
 			_ = unix.Renameat2(s.dirfd, name, a.dirfd, a.name, unix.RENAME_NOREPLACE)
 		},

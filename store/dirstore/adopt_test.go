@@ -468,6 +468,18 @@ func TestAdoptMakesTheFileOurs(t *testing.T) {
 	must(t, os.Chmod(y.path("f"), 0o444))
 	_, err := y.adopt("f", incoming())
 	wantError(t, "of another user", err, sluice.Denied, "12345")
+	ctx, cancel := context.WithCancel(t.Context())
+	y.s.hooks.at = func(point string) {
+		if point == "written" {
+			cancel()
+		}
+	}
+	_, err = y.s.Adopt(ctx, y.root, "f", 12345, incoming(), sluice.Reservation{})
+	y.s.hooks.at = nil
+	if !errors.Is(err, context.Canceled) {
+		t.Fatalf("an adoption that was interrupted: %v", err)
+	}
+	y.wantStaged("an adoption that was interrupted", "f") // and still its owner's, or the next would refuse it
 	ref, err := y.s.Adopt(t.Context(), y.root, "f", 12345, incoming(), sluice.Reservation{})
 	must(t, err)
 	var st unix.Stat_t
@@ -476,4 +488,21 @@ func TestAdoptMakesTheFileOurs(t *testing.T) {
 		t.Errorf("the sample is of user %d, mode %o", st.Uid, st.Mode)
 	}
 	wantSample(t, y.s, ref, three())
+}
+
+func TestAFileThatIsMovedTakesNoneOutOfThePool(t *testing.T) {
+	t.Parallel()
+	y := newYard(t, shm(t), someCaps)
+	must(t, y.s.Abort(t.Context(), mustPut(t, y.s, "old", 9, 300_000)))
+	pool := y.s.Health().PoolBytes
+	if pool == 0 {
+		t.Fatal("nothing is in the pool")
+	}
+	ino := y.stage("f", y.ours(false))
+	_, err := y.adopt("f", incoming())
+	must(t, err)
+	if y.inode(y.s.samplePath("a")) != ino || y.s.Health().PoolBytes != pool {
+		t.Errorf("another file was taken: %+v", y.s.Health())
+	}
+	mustAudit(t, y.s, "afterwards")
 }
