@@ -15,6 +15,7 @@ import (
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/service/access"
+	"github.com/sluice-ml/sluice/store/dirstore"
 )
 
 // storeCalls are the calls of the data plane.
@@ -52,7 +53,7 @@ func (s *Service) storeCalls(a *api) {
 				if p == nil {
 					continue
 				}
-				if err := c.run.store.giveBack(ctx, p, in.Keep); err != nil {
+				if err := p.giveBack(in.Keep); err != nil {
 					return nil, err
 				}
 				if !in.Keep {
@@ -115,29 +116,57 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 	if err != nil {
 		return err
 	}
-	in := &incoming{runID: c.run.id, sampleID: id, size: c.r.ContentLength}
+	in := dirstore.Incoming{SampleID: id, RunID: c.run.id}
 	if h := c.r.Header.Get(wire.SampleHeader); h != "" {
-		in.fields = new(wire.SampleFields)
-		if err := decodeJSON([]byte(h), in.fields); err != nil {
+		var f wire.SampleFields
+		if err := decodeJSON([]byte(h), &f); err != nil {
 			return err
+		}
+		in = incoming(c.run, id, &f)
+	}
+	// Go shows the trailers' names before the body was read, and their values behind it.
+	if _, announced := c.r.Trailer[wire.ChecksumTrailer]; announced {
+		in.Checksum = func() (uint32, bool) {
+			sum, err := strconv.ParseUint(c.r.Trailer.Get(wire.ChecksumTrailer), 16, 32)
+			return uint32(sum), err == nil
 		}
 	}
 	res := c.run.use(c.r.URL.Query().Get("reservation"))
+	var room sluice.Reservation
 	if res != nil {
-		in.reservation = res.Reservation
+		room = res.Reservation
 	}
 	var ref sluice.Ref
 	err = c.tied(func(*http.ResponseController) error {
-		ref, err = c.run.store.receive(ctx, c.r.Body, in)
+		ref, err = c.run.store.Receive(ctx, c.r.Body, c.r.ContentLength, in, room)
 		return err
 	})
 	if err := s.stored(c, res, ref, err); err != nil {
 		if c.run.tie.Err() != nil {
 			return errStopping
 		}
-		return err
+		return readError(err)
 	}
 	return c.encode(http.StatusCreated, &wire.Stored{Ref: ref})
+}
+
+// incoming is what a caller says of a file.
+func incoming(r *run, id string, f *wire.SampleFields) dirstore.Incoming {
+	if f == nil {
+		f = &wire.SampleFields{}
+	}
+	return dirstore.Incoming{SampleID: id, RunID: r.id, Generation: f.Generation, Algorithm: sluice.Algorithm(f.Algorithm), SchemaVersion: f.SchemaVersion, NumTokens: f.NumTokens,
+		TargetModelVersion: f.TargetModelVersion, DraftWeightVersion: f.DraftWeightVersion, Attributes: f.Attributes, Features: f.Features}
+}
+
+// readError tells a body that could not be read from a store that is unavailable: the one is the caller's fault.
+func readError(err error) error {
+	var large *http.MaxBytesError
+	var timeout interface{ Timeout() bool }
+	if errors.As(err, &large) || errors.As(err, &timeout) {
+		return bodyError(err)
+	}
+	return err
 }
 
 // stored does what is to be done after a sample came in, or did not.
@@ -163,11 +192,11 @@ func (s *Service) takeStaged(ctx context.Context, c *call, in *wire.Stage) (slui
 		return sluice.Ref{}, &sluice.Error{Kind: sluice.Denied, Op: "stage", Subject: in.File, Detail: "files are staged over the unix socket only, where the kernel says whose they are", Hint: "upload the sample instead"}
 	}
 	res := c.run.use(in.Reservation)
-	to := &incoming{runID: c.run.id, sampleID: in.SampleID, fields: in.Fields, size: -1}
+	var room sluice.Reservation
 	if res != nil {
-		to.reservation = res.Reservation
+		room = res.Reservation
 	}
-	ref, err := c.run.store.adopt(ctx, s.root.stagingDir(c.run.id), in.File, uid, to)
+	ref, err := c.run.adopt(ctx, in, uid, room)
 	return ref, s.stored(c, res, ref, err)
 }
 
@@ -186,19 +215,67 @@ func (s *Service) pin(ctx context.Context, c *call, in *wire.Pin) (*wire.Pinned,
 			return nil, err
 		}
 	}
-	p, l, err := c.run.store.lend(ctx, in.Ref, id, in.Map)
-	if err != nil {
-		return nil, err
+	p := c.run.findPin(id)
+	if p == nil {
+		loan, err := c.run.store.Lend(ctx, in.Ref, in.Map)
+		if err != nil {
+			return nil, err
+		}
+		p = &pin{id: id, loan: loan, mapped: in.Map, session: c.session}
+		if p.session == nil {
+			p.expires = s.now().Add(s.opts.ReservationTime)
+		}
+		if known := c.run.pinned(p); known != nil { // the same call, twice at once
+			if err := p.giveBack(false); err != nil {
+				return nil, err
+			}
+			p = known
+		}
 	}
-	if p.session = c.session; p.session == nil {
-		p.expires = s.now().Add(s.opts.ReservationTime)
+	if p.loan.Handle().SampleID != in.Ref.SampleID() || p.mapped != in.Map {
+		return nil, &sluice.Error{Kind: sluice.Conflict, Op: "pin", Subject: in.Ref.SampleID(), Detail: "the handle is that of another pin"}
 	}
-	c.run.pinned(p)
 	if !c.session.touches(c.run) {
 		return nil, s.sessionEnded(c)
 	}
-	return &wire.Pinned{Handle: id.String(), File: l.file, Size: l.size, Checksums: l.sums}, nil
+	w := &wire.Pinned{Handle: id.String(), File: p.loan.Name(), Size: p.loan.Size()}
+	if !in.Map {
+		sums, err := p.loan.Checksums(ctx)
+		if err != nil {
+			return nil, err
+		}
+		w.Checksums = make(map[string]string, len(sums))
+		for name, sum := range sums {
+			w.Checksums[name] = fmt.Sprintf("%08x", sum)
+		}
+	}
+	return w, nil
 }
+
+// reading is a sample's file that is being read: pinned for the time, and with a position of its own.
+type reading struct {
+	*os.File
+	loan *dirstore.Loan
+}
+
+func (r *run) read(ctx context.Context, id, generation string) (*reading, error) {
+	ref, err := r.store.Find(ctx, id, generation)
+	if err != nil {
+		return nil, err
+	}
+	loan, err := r.store.Lend(ctx, ref, false)
+	if err != nil {
+		return nil, err
+	}
+	// Opened once more, since the loan's own position must not be moved; by descriptor, since the name may be another sample's by now.
+	f, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(loan.File().Fd())))
+	if err != nil {
+		return nil, errors.Join(&sluice.Error{Kind: kindOfOS(err), Op: "read", Subject: id, Detail: "its file can't be opened", Err: err}, loan.Release())
+	}
+	return &reading{f, loan}, nil
+}
+
+func (r *reading) close() error { return errors.Join(r.File.Close(), r.loan.Release()) }
 
 // section is a part of a file that http.ServeContent can serve. It shows its descriptor, whose position is its own, so that the kernel can send the bytes itself.
 type section struct {
@@ -239,13 +316,13 @@ func (s *section) Seek(offset int64, whence int) (int64, error) {
 func (s *section) SyscallConn() (syscall.RawConn, error) { return s.f.SyscallConn() }
 
 func (s *Service) readSample(ctx context.Context, c *call) error {
-	return s.read(ctx, c, func(r *reading) (*section, error) { return &section{r.File, 0, r.size}, nil })
+	return s.read(ctx, c, func(r *reading) (*section, error) { return &section{r.File, 0, r.loan.Size()}, nil })
 }
 
 func (s *Service) readFeature(ctx context.Context, c *call) error {
 	name := c.r.PathValue("name")
 	return s.read(ctx, c, func(r *reading) (*section, error) {
-		e, ok := r.header.Find(name)
+		e, ok := r.loan.Header().Find(name)
 		if !ok {
 			return nil, &sluice.Error{Kind: sluice.NotFound, Op: "feature", Subject: plain(name), Detail: "the sample has no such feature"}
 		}
@@ -259,7 +336,7 @@ func (s *Service) readFeature(ctx context.Context, c *call) error {
 		h := c.w.Header()
 		h.Set("Sluice-Shape", shape)
 		h.Set("Sluice-Dtype", e.Spec.DType.String())
-		return &section{r.File, r.header.DataStart + e.Begin, e.Bytes()}, nil
+		return &section{r.File, r.loan.Header().DataStart + e.Begin, e.Bytes()}, nil
 	})
 }
 
@@ -278,11 +355,15 @@ func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*secti
 	if err := sluice.ValidateID(generation); err != nil {
 		return err
 	}
-	r, err := c.run.store.read(ctx, id, generation)
+	r, err := c.run.read(ctx, id, generation)
 	if err != nil {
 		return err
 	}
-	defer r.close()
+	defer func() {
+		if err := r.close(); err != nil {
+			s.log.Warn("a sample that was read can't be given back", "run", c.run.id, "sample", id, "err", err)
+		}
+	}()
 	sec, err := part(r)
 	if err != nil {
 		return err

@@ -1,10 +1,12 @@
 package service
 
 import (
+	"errors"
 	"sync"
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/store/dirstore"
 )
 
 // holdings are what callers hold of a run beside leases: reservations, uploads that are not committed, and pins. Each ends with its session, or when its time is over.
@@ -30,11 +32,30 @@ type upload struct {
 	expires time.Time
 }
 
+// pin is a loan to a reader outside.
 type pin struct {
-	handle  sluice.Handle
+	id      sluice.HandleID // the caller's name for it
+	loan    *dirstore.Loan
+	mapped  bool
 	session *session
 	expires time.Time // zero with a session
-	mapped  bool
+}
+
+// giveBack gives the pin up, and the mapping too unless the reader keeps it.
+func (p *pin) giveBack(keep bool) error {
+	err := p.loan.Release()
+	if !keep {
+		err = errors.Join(err, p.loan.Close())
+	}
+	return err
+}
+
+// lost gives a pin up whose holder went without a word.
+func (p *pin) lost() error {
+	if p.mapped {
+		return p.loan.Lost()
+	}
+	return p.giveBack(false)
 }
 
 // ended is what is over and must be given back, outside the lock.
@@ -116,13 +137,18 @@ func (h *holdings) committed(ref sluice.Ref) {
 	}
 }
 
-func (h *holdings) pinned(p *pin) {
+// pinned enters a pin, unless there is one of its id: that one is returned.
+func (h *holdings) pinned(p *pin) *pin {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.pins[p.handle.ID] = p
+	if known := h.pins[p.id]; known != nil {
+		return known
+	}
+	h.pins[p.id] = p
 	if !p.expires.IsZero() {
 		h.due(p.expires)
 	}
+	return nil
 }
 
 func (h *holdings) findPin(id sluice.HandleID) *pin {

@@ -27,7 +27,7 @@ type root struct {
 	dir  string
 	id   string
 	lock *os.File
-	made bool // the id, and with it the store, is new
+	disk bool // it lies on a disk: sample files carry checksums
 }
 
 const memoryDir = "/dev/shm"
@@ -72,8 +72,12 @@ func openRoot(dir string, me owner) (*root, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &root{dir: dir, lock: lock}
-	if err := r.prepare(); err != nil {
+	r := &root{lock: lock}
+	// Sample files are named to clients by the path that the store has in its URI, which is without links.
+	if r.dir, err = filepath.EvalSymlinks(dir); err == nil {
+		err = r.prepare()
+	}
+	if err != nil {
 		_ = lock.Close()
 		return nil, err
 	}
@@ -81,6 +85,11 @@ func openRoot(dir string, me owner) (*root, error) {
 }
 
 func (r *root) prepare() error {
+	var st unix.Statfs_t
+	if err := unix.Statfs(r.dir, &st); err != nil {
+		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: r.dir, Err: err}
+	}
+	r.disk = int64(st.Type) != unix.TMPFS_MAGIC
 	for _, sub := range []string{"runs", "staging"} {
 		dir := filepath.Join(r.dir, sub)
 		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -93,7 +102,7 @@ func (r *root) prepare() error {
 	data, err := os.ReadFile(r.idFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		r.id, r.made = newID(), true
+		r.id = newID()
 		err = writeWhole(r.idFile(), []byte(r.id+"\n"))
 	case err == nil:
 		if r.id = strings.TrimSpace(string(data)); !isID(r.id) {

@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"errors"
+	"net/url"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -32,7 +33,7 @@ type run struct {
 	cut   context.CancelFunc
 
 	now     atomic.Pointer[wire.RunSpec] // with what was changed since it was created
-	store   plane
+	store   *dirstore.Store
 	journal sluice.Journal
 	q       *queue.Queue
 	mending sync.Mutex // held while the queue is opened again
@@ -68,13 +69,13 @@ func (r *run) leave() { r.life.RUnlock() }
 
 // watched captures the samples that the queue asks the store for when it recovers, since to list them is to read every file's header.
 type watched struct {
-	plane
+	*dirstore.Store
 	samples []sluice.SampleInfo
 	asked   bool
 }
 
 func (w *watched) Samples(ctx context.Context) ([]sluice.SampleInfo, error) {
-	samples, err := w.plane.Samples(ctx)
+	samples, err := w.Store.Samples(ctx)
 	w.samples, w.asked = samples, err == nil
 	return samples, err
 }
@@ -94,7 +95,7 @@ func (r *run) open(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	r.store = plane{store}
+	r.store = store
 	seen, err := r.openQueue(ctx, cfg)
 	if err != nil {
 		return errors.Join(err, store.Close())
@@ -112,7 +113,7 @@ func (r *run) openQueue(ctx context.Context, cfg sluice.RunConfig) (*watched, er
 	if err != nil {
 		return nil, err
 	}
-	seen := &watched{plane: r.store}
+	seen := &watched{Store: r.store}
 	q, err := queue.Open(ctx, cfg, seen, &queue.Options{Journal: j, Clock: r.s.opts.Clock, Logger: r.s.log, OnEvent: r.onEvent})
 	if err != nil {
 		return nil, errors.Join(err, j.Close())
@@ -243,7 +244,7 @@ func (r *run) stop(ctx context.Context, why *sluice.Error) error {
 		err = errors.Join(err, r.stopQueue(ctx))
 		r.q = nil
 	}
-	if r.store.Store != nil {
+	if r.store != nil {
 		err = errors.Join(err, r.store.Close())
 	}
 	return err
@@ -273,7 +274,7 @@ func (r *run) giveBack(ctx context.Context, e ended, why string) {
 		aborted++
 	}
 	for _, p := range e.pins {
-		warn("release", p.handle.SampleID, r.store.giveBack(ctx, p, false))
+		warn("release", p.loan.Name(), p.lost())
 	}
 	if aborted > 0 {
 		r.s.abandoned.Add(int64(aborted))
@@ -293,7 +294,8 @@ func (r *run) describe(ctx context.Context) (wire.Run, error) {
 
 func (r *run) storeInfo() wire.StoreInfo {
 	dir := r.s.root.runDir(r.id)
-	return wire.StoreInfo{URI: "file://" + dir, Dir: dir, StagingDir: r.s.root.stagingDir(r.id), IDFile: r.s.root.idFile(), ID: r.s.root.id}
+	uri := url.URL{Scheme: "file", Path: dir}
+	return wire.StoreInfo{URI: uri.String(), Dir: dir, StagingDir: r.s.root.stagingDir(r.id), IDFile: r.s.root.idFile(), ID: r.s.root.id, Checksummed: r.s.root.disk}
 }
 
 // status is the queue's, or next to nothing if there is none now.

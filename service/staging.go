@@ -1,9 +1,13 @@
 package service
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
 )
 
 // sweepStaging removes files that somebody staged and never committed.
@@ -36,4 +40,14 @@ func (r *run) sweepStaging(time.Time) {
 		}
 		r.s.log.Info("an old staged file was removed", "run", r.id, "file", plain(e.Name()))
 	}
+}
+
+// adopt makes a sample of a staged file of the user's own.
+func (r *run) adopt(ctx context.Context, in *wire.Stage, uid int, room sluice.Reservation) (sluice.Ref, error) {
+	dir, err := os.OpenRoot(r.s.root.stagingDir(r.id))
+	if err != nil {
+		return sluice.Ref{}, &sluice.Error{Kind: kindOfOS(err), Op: "stage", Subject: r.id, Detail: "the staging directory can't be opened", Err: err}
+	}
+	defer func() { _ = dir.Close() }()
+	return r.store.Adopt(ctx, dir, in.File, uid, incoming(r, in.SampleID, in.Fields), room)
 }

@@ -39,6 +39,11 @@ func (s *Store) Lend(context.Context, sluice.Ref, bool) (*Loan, error) {
 	return nil, unsupported("lend")
 }
 
+// Find fails with ErrUnsupported.
+func (s *Store) Find(context.Context, string, string) (sluice.Ref, error) {
+	return sluice.Ref{}, unsupported("find")
+}
+
 // Loan needs Linux; here there is none.
 type Loan struct{}
 
