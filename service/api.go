@@ -336,7 +336,7 @@ func (c *call) problem(err error) {
 	}
 	h := c.header()
 	for name := range h {
-		if name == "Etag" || strings.HasPrefix(name, "Content-") || strings.HasPrefix(name, "Sluice-") && name != wire.RequestHeader {
+		if name == "Etag" || strings.HasPrefix(name, "Content-") && name != "Content-Security-Policy" || strings.HasPrefix(name, "Sluice-") && name != wire.RequestHeader {
 			delete(h, name) // meant for the answer that there is none of
 		}
 	}

@@ -59,6 +59,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.AddCommand(planCommand(stdout, stderr))
 	root.AddCommand(tortureCommand(stdout, stderr))
 	root.AddCommand(runsCommand(stdout, stderr))
+	root.AddCommand(serveCommand(stdout, stderr))
 	root.AddCommand(statusCommand(stdout, stderr))
 	root.AddCommand(tokenCommand(stdout))
 

@@ -3,6 +3,7 @@ package access
 import (
 	"context"
 	"crypto/tls"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -32,8 +33,11 @@ type Options struct {
 	InsecurePlaintext bool     // let other hosts call without TLS: whoever is on the network between reads tokens and samples
 	AllowHosts        []string // names under which the service is called, beside localhost, Listen and the addresses it is reached at
 
-	Limits Limits
-	Log    *slog.Logger // slog.Default() if nil
+	Limits  Limits
+	Version string       // of the program, for the endpoint file
+	Log     *slog.Logger // slog.Default() if nil
+
+	peer func(*net.UnixConn) (int, error) // whose process it is; tests say others
 }
 
 // Limits keep one caller from taking the service from the others. What is zero has its default.
@@ -77,7 +81,6 @@ type Door struct {
 	keys  *keyring
 	hosts map[string]bool // names of the Host allow-list
 	self  int             // our own uid
-	peer  func(*net.UnixConn) (int, error)
 
 	logins   logins
 	failures failures
@@ -98,6 +101,9 @@ func Open(o Options) (_ *Door, err error) {
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
+	if o.peer == nil {
+		o.peer = peerUID
+	}
 	if err := checkDir(o.StateDir); err != nil {
 		return nil, err
 	}
@@ -105,7 +111,7 @@ func Open(o Options) (_ *Door, err error) {
 		return nil, err
 	}
 	d := &Door{
-		o: o, self: os.Geteuid(), peer: peerUID, origins: http.NewCrossOriginProtection(),
+		o: o, self: os.Geteuid(), origins: http.NewCrossOriginProtection(),
 		calls: make(chan struct{}, o.Limits.Calls), waiting: make(chan struct{}, o.Limits.Waiting), held: make(chan struct{}, o.Limits.Held),
 	}
 	d.keys, err = openKeyring(o.StateDir, func(err error) { o.Log.Error("tokens can't be read: nobody is let in over TCP", "error", err) })
@@ -125,7 +131,7 @@ func Open(o Options) (_ *Door, err error) {
 		}
 	}
 	if d.socket, err = listenUnix(o.StateDir); err == nil {
-		d.socketFile, err = os.Lstat(d.Endpoint("").Socket)
+		d.socketFile, err = os.Lstat(socketPath(o.StateDir))
 	}
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -146,8 +152,8 @@ func checkDir(dir string) error {
 }
 
 // Endpoint says where the door is.
-func (d *Door) Endpoint(version string) wire.Endpoint {
-	e := wire.Endpoint{PID: os.Getpid(), Socket: socketPath(d.o.StateDir), Version: version}
+func (d *Door) Endpoint() wire.Endpoint {
+	e := wire.Endpoint{PID: os.Getpid(), Socket: socketPath(d.o.StateDir), Version: d.o.Version}
 	if d.tcp != nil {
 		e.URL = "http://" + d.reachable()
 		if d.tls != nil {
@@ -178,6 +184,19 @@ func (d *Door) port() string {
 	return port
 }
 
+// announce leaves word where the door is, for clients on this host, and returns what takes it back.
+func (d *Door) announce() (retract func() error, err error) {
+	path := filepath.Join(d.o.StateDir, wire.EndpointFile)
+	data, err := json.Marshal(d.Endpoint())
+	if err == nil {
+		err = replace(path, append(data, '\n'), 0o600)
+	}
+	if err != nil {
+		return nil, &sluice.Error{Kind: sluice.Denied, Op: "endpoint", Subject: path, Err: err}
+	}
+	return func() error { return os.Remove(path) }, nil
+}
+
 // Close ends the listening and takes the socket away. [Door.Serve] does it at its end.
 func (d *Door) Close() error {
 	var errs []error
@@ -199,9 +218,13 @@ func (d *Door) Close() error {
 	return errors.Join(errs...)
 }
 
-// Serve answers calls with h until ctx ends, and then stops in bounded time: calls that wait are told at once that the service is unavailable, others may end for StopTime, then their
+// Serve leaves word in the endpoint file and answers calls with h until ctx ends. Then it stops in bounded time: calls that wait are told at once that the service is unavailable, others may end for StopTime, then their
 // connections are cut. h finds out who calls with [CallerOf]; the contexts of its calls end with their connections.
 func (d *Door) Serve(ctx context.Context, h http.Handler) (err error) {
+	retract, err := d.announce()
+	if err != nil {
+		return errors.Join(err, d.Close())
+	}
 	stopping, stop := context.WithCancel(context.Background())
 	defer stop()
 	g := &guard{d: d, next: h, stopping: stopping}
@@ -244,6 +267,7 @@ func (d *Door) Serve(ctx context.Context, h http.Handler) (err error) {
 		left--
 		err = fmt.Errorf("access: a listener failed: %w", err)
 	}
+	err = errors.Join(err, retract())
 	stop()
 	bounded, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.o.Limits.StopTime)
 	defer cancel()
@@ -293,7 +317,7 @@ func (d *Door) connContext(ctx context.Context, c net.Conn) context.Context {
 	switch c := c.(type) {
 	case *net.UnixConn:
 		k.unix = true
-		uid, err := d.peer(c)
+		uid, err := d.o.peer(c)
 		if err != nil {
 			d.o.Log.Warn("a caller on the unix socket is not known", "error", err)
 		} else {

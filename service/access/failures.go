@@ -9,12 +9,15 @@ const (
 	failBurst   = 20              // failed tries that an address has at once
 	failEvery   = 3 * time.Second // and then one in this time
 	maxFailures = 4096            // addresses remembered; beyond that, all new ones count as one
+
+	sweepFailures = failBurst * failEvery // by then the oldest are forgiven
 )
 
 // failures counts failed tries by where they come from.
 type failures struct {
-	mu   sync.Mutex
-	from map[string]*allowance
+	mu    sync.Mutex
+	from  map[string]*allowance
+	swept time.Time
 }
 
 // allowance is full again when the time of its debt is over.
@@ -28,15 +31,16 @@ func (f *failures) allow(from string) bool {
 	if f.from == nil {
 		f.from = map[string]*allowance{}
 	}
-	if f.from[from] == nil && len(f.from) >= maxFailures {
+	if now.Sub(f.swept) >= sweepFailures {
+		f.swept = now
 		for k, a := range f.from {
-			if !a.clear.After(now) {
+			if a.clear.Before(now) {
 				delete(f.from, k)
 			}
 		}
-		if len(f.from) >= maxFailures {
-			from = "others"
-		}
+	}
+	if f.from[from] == nil && len(f.from) >= maxFailures {
+		from = "others"
 	}
 	a := f.from[from]
 	if a == nil {

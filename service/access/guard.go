@@ -222,13 +222,9 @@ func (g *guard) pass(w http.ResponseWriter, r *http.Request, room chan struct{})
 			r.Body = http.MaxBytesReader(w, r.Body, wire.MaxBody)
 		}
 	}
-	stall := g.d.o.Limits.StallTime
-	if r.Body != http.NoBody {
-		r.Body = pacedBody(w, r.Body, stall)
-	}
-	out := pacedWriter(w, stall)
+	out := paced(w, r, g.d.o.Limits.StallTime)
 	g.next.ServeHTTP(out, r)
-	out.move() // what is still buffered goes out after this
+	out.p.setWrite(false) // for what is still buffered
 }
 
 // refuse answers a call that goes no further. Its connection ends with it: who is not let in holds none, and a body that nobody reads need not come.

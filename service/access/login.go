@@ -99,7 +99,8 @@ func (g *guard) login(w http.ResponseWriter, r *http.Request, c *conn) {
 
 func (g *guard) tryLogin(w http.ResponseWriter, r *http.Request, c *conn) {
 	d := g.d
-	r.Body = pacedBody(w, http.MaxBytesReader(w, r.Body, maxForm), d.o.Limits.StallTime)
+	r.Body = http.MaxBytesReader(w, r.Body, maxForm)
+	paced(w, r, d.o.Limits.StallTime)
 	if err := r.ParseForm(); err != nil {
 		w.Header().Set("Connection", "close")
 		loginPage(w, http.StatusBadRequest, "That was no login form.")
