@@ -47,7 +47,10 @@ func newStore(c *Client, runID string, info *wire.StoreInfo, h sluice.Health) *s
 	s := &store{c: c, run: runID, info: info, health: h, rooms: map[string]bool{}, pins: map[sluice.HandleID]*pinned{}}
 	why := "HTTPOnly is set"
 	if !c.httpOnly {
-		if s.at, why = findSite(info); s.at != nil && !s.at.stages {
+		if s.at, why = findSite(info); s.at != nil && c.target.socket == "" {
+			// Only the unix socket tells the service whose file it is offered.
+			s.at.stages, why = false, "the service is reached over TCP"
+		} else if s.at != nil && !s.at.stages {
 			why = "its staging directory " + info.StagingDir + " can't be written"
 		}
 	}
@@ -221,8 +224,13 @@ func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.L
 	}
 	ctx, cancel := outlive(ctx, giveBackTime)
 	defer cancel()
-	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID}})
+	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
 	return s.echo(ctx, ref, attempts, err)
+}
+
+// fieldsOf says which put it is, so that the service knows a repetition before it looks at the file. The file says the rest.
+func fieldsOf(ref sluice.Ref) *wire.SampleFields {
+	return &wire.SampleFields{Generation: ref.Generation(), Algorithm: string(ref.Algorithm()), NumTokens: ref.NumTokens()}
 }
 
 // echo asks, after a refusal of a repeated put, whether the first one did it.

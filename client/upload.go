@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/safetensors"
 )
 
@@ -23,11 +25,15 @@ func (s *store) upload(ctx context.Context, ref sluice.Ref, layout *safetensors.
 	if r.ID != "" {
 		path += "?reservation=" + url.QueryEscape(r.ID)
 	}
+	fields, err := json.Marshal(fieldsOf(ref))
+	if err != nil {
+		return err
+	}
 	var pause backoff
 	since := time.Now()
 	for attempts := 1; ; attempts++ {
 		body := &uploadBody{ctx: ctx, bufs: bufs}
-		err := s.uploadOnce(ctx, path, layout.Size(), body)
+		err := s.uploadOnce(ctx, path, string(fields), layout.Size(), body)
 		var l *lost
 		if !errors.As(err, &l) {
 			return s.echo(ctx, ref, attempts, err)
@@ -55,7 +61,7 @@ func (s *store) takeBack(ctx context.Context, ref sluice.Ref) {
 	}
 }
 
-func (s *store) uploadOnce(ctx context.Context, path string, size int64, body *uploadBody) error {
+func (s *store) uploadOnce(ctx context.Context, path, fields string, size int64, body *uploadBody) error {
 	began := time.Now()
 	defer func() { body.took = time.Since(began) }()
 	// Once all is sent, the call is as good as done: it is not given up with ctx, so that it does not end undecided. Until then the body sees to that.
@@ -71,6 +77,7 @@ func (s *store) uploadOnce(ctx context.Context, path string, size int64, body *u
 	}
 	req.Body, req.ContentLength = body, size
 	req.Header.Set("Content-Type", "application/octet-stream")
+	req.Header.Set(wire.SampleHeader, fields)
 	req.Header.Set("Expect", "100-continue") // a refusal comes before the bytes
 	resp, err := s.c.http.Do(req)
 	if err != nil {
