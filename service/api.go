@@ -154,6 +154,7 @@ func (a *api) serve(op *operation, f func(context.Context, *call) error) http.Ha
 			if err != nil {
 				c.problem(err)
 			}
+			s.metrics.Answered(op.path, op.method, c.status, s.opts.Clock.Now().Sub(began), r.ContentLength, declared(w.Header()))
 			level := slog.LevelInfo
 			if op.hot {
 				level = slog.LevelDebug
@@ -191,6 +192,15 @@ func (a *api) serve(op *operation, f func(context.Context, *call) error) http.Ha
 			return f(ctx, c)
 		}()
 	}
+}
+
+// declared is the length that an answer has said it has, 0 if it did not.
+func declared(h http.Header) int64 {
+	n, err := strconv.ParseInt(h.Get("Content-Length"), 10, 64)
+	if err != nil {
+		return 0
+	}
+	return n
 }
 
 // quiet shows an error in the log without what a caller may have put into it.

@@ -56,6 +56,9 @@ func (s *Service) cycleCalls(a *api) {
 			for i := range in.Settlements {
 				req.Settlements[i] = sluice.Settlement(in.Settlements[i])
 			}
+			if len(req.Settlements) == 1 && req.Settlements[0].Verdict == sluice.Ack && s.faults.strikes(ForgetAck) {
+				return settled([]sluice.SettleResult{{Lease: req.Settlements[0].Lease, Status: sluice.Settled, As: sluice.Ack}}, nil)
+			}
 			return settled(c.run.q.Settle(ctx, req))
 		})
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/renew", id: "renew", tag: "consumers", summary: "Give leases their full time again", roles: consumers, hot: true},
@@ -179,6 +182,10 @@ func (s *Service) commit(ctx context.Context, c *call, in *wire.Commit) (*wire.C
 		} else {
 			put.Ref = *it.Ref
 		}
+		if s.faults.strikes(LoseRef) {
+			res.Status = sluice.Enqueued
+			continue
+		}
 		puts, at = append(puts, put), append(at, i)
 	}
 	for k, r := range c.run.q.PutAll(ctx, puts) {
@@ -213,6 +220,11 @@ func (s *Service) acquire(ctx context.Context, c *call, in *wire.Acquire) (*wire
 	out := &wire.Delivery{Leases: make([]wire.Lease, len(d.Leases)), End: d.End}
 	for i := range d.Leases {
 		l := &d.Leases[i]
+		if s.faults.strikes(FreeEarly) {
+			if err := c.run.store.Unclaim(l.Ref, "queue:"+c.run.id); err != nil {
+				return nil, err
+			}
+		}
 		out.Leases[i] = wire.Lease{ID: l.ID, Ref: l.Ref, TimeLeftSeconds: wire.SecondsOf(l.TimeLeft), Redelivery: l.Redelivery, Window: l.Window}
 	}
 	if d.Cause != nil {

@@ -60,6 +60,18 @@ func (s *Service) watchCalls(a *api) {
 		})
 }
 
+// metricsCall lets Prometheus look.
+func (s *Service) metricsCall(a *api) {
+	h := s.metrics.Handler()
+	stream(a, operation{method: http.MethodGet, path: "/metrics", id: "metrics", tag: "service", summary: "Figures for Prometheus", hot: true, raw: []string{"text/plain"}}, nil, nil,
+		func(_ context.Context, c *call) error {
+			c.header()
+			c.status = http.StatusOK
+			h.ServeHTTP(c.w, c.r)
+			return nil
+		})
+}
+
 // alive answers the probes.
 type alive struct {
 	Status string `json:"status"`

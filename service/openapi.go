@@ -15,6 +15,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/service/dashboard"
 )
 
 // described is an operation as the document has it.
@@ -238,7 +239,9 @@ func (s *Service) routes() http.Handler {
 	s.cycleCalls(a)
 	s.storeCalls(a)
 	s.watchCalls(a)
+	s.metricsCall(a)
 	a.documentCalls()
+	dashboard.Register(a.mux)
 	a.mux.HandleFunc("/", a.fallback)
 	return a
 }

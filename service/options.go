@@ -37,6 +37,8 @@ type Options struct {
 	ReservationTime time.Duration
 
 	Version string // of the program, for people
+
+	Fault Fault // for tests of who audits the service: see [Fault]
 }
 
 // resolve checks the options and fills in the defaults.
@@ -80,6 +82,9 @@ func (o Options) resolve() (Options, error) {
 		if *d.value == 0 {
 			*d.value = d.unset
 		}
+	}
+	if err := o.Fault.check(); err != nil {
+		return o, err
 	}
 	if o.Logger == nil {
 		o.Logger = slog.Default()

@@ -16,6 +16,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/service/metrics"
 )
 
 // Service owns a state directory and a store, and answers for the runs in them. Its methods may be called from any goroutine.
@@ -28,6 +29,7 @@ type Service struct {
 	root     *root
 	journals Journals
 	handler  http.Handler
+	metrics  *metrics.Metrics
 
 	ctx     context.Context // ends when the service stops
 	end     context.CancelFunc
@@ -45,6 +47,7 @@ type Service struct {
 	runs map[string]*run
 
 	sessions  sessions
+	faults    faults
 	hub       hub
 	abandoned atomic.Int64 // samples that were uploaded, never committed, and freed
 	clock     struct {
@@ -78,12 +81,14 @@ func Open(ctx context.Context, o Options) (*Service, error) {
 		host = "unknown"
 	}
 	s := &Service{opts: o, log: o.Logger, host: host, started: o.Clock.Now(), runs: map[string]*run{}, journals: o.Journals}
+	s.faults.fault = o.Fault
 	s.sessions.byID = map[string]*session{}
 	s.ctx, s.end = context.WithCancel(context.Background())
 	if err := s.take(ctx); err != nil {
 		s.end()
 		return nil, errors.Join(err, s.release())
 	}
+	s.metrics = metrics.New(s.Status)
 	s.handler = s.routes()
 	s.arm()
 	return s, nil

@@ -91,6 +91,10 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.DurationVar(&door.Limits.StopTime, "stop-time", 10*time.Second, "how long calls under way may take to end when the service stops")
 	f.StringVar(&logFormat, "log-format", "text", "text or json")
 	f.StringVar(&logLevel, "log-level", "info", "debug, info, warn or error")
+	f.StringVar((*string)(&options.Fault), "fault", "", "make a mistake now and then, for a torture that must find it")
+	if err := f.MarkHidden("fault"); err != nil {
+		panic(err) // the flag is defined a line above
+	}
 	c.PreRunE = func(cmd *cobra.Command, _ []string) error {
 		if err := settle(cmd.Flags(), &config); err != nil {
 			return err
