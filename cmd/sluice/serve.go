@@ -89,6 +89,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.IntVar(&door.Limits.Connections, "max-connections", 4096, "connections at once, on the socket and on TCP each")
 	f.IntVar(&door.Limits.Calls, "max-calls", 512, "calls at once; those that may wait, and open streams, have four times as many beside")
 	f.DurationVar(&door.Limits.StopTime, "stop-time", 10*time.Second, "how long calls under way may take to end when the service stops")
+	f.DurationVar(&options.ReservationTime, "reservation-time", 10*time.Minute, "how long a reservation lives without being used, and an uploaded sample without being committed, if their client process does not end before")
 	f.StringVar(&logFormat, "log-format", "text", "text or json")
 	f.StringVar(&logLevel, "log-level", "info", "debug, info, warn or error")
 	f.StringVar((*string)(&options.Fault), "fault", "", "make a mistake now and then, for a torture that must find it")
@@ -99,7 +100,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 		if err := settle(cmd.Flags(), &config); err != nil {
 			return err
 		}
-		for _, name := range []string{"max-bytes", "max-connections", "max-calls", "stop-time"} {
+		for _, name := range []string{"max-bytes", "max-connections", "max-calls", "stop-time", "reservation-time"} {
 			if v := cmd.Flags().Lookup(name).Value.String(); strings.HasPrefix(v, "-") || v == "0" || v == "0s" {
 				return &sluice.Error{Kind: sluice.Invalid, Op: "serve", Subject: "--" + name, Detail: "is " + v + ", want more than 0"}
 			}

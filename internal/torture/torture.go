@@ -60,7 +60,9 @@ const (
 	capBytes   = 48 << 20
 	mountBytes = 96 << 20
 	visibility = 2 * time.Second
-	drainTime  = 2 * time.Minute // for what is under way at the end of the duration
+	// Uploads that are not committed outlive a service that was killed for so long, and the audit of leaks has to wait for them.
+	reservationTime = 8 * time.Second
+	drainTime       = 2 * time.Minute // for what is under way at the end of the duration
 )
 
 // program is the command line that starts this binary again.
@@ -282,7 +284,7 @@ func (r *rack) startService(ctx context.Context) error {
 	if r.o.Power {
 		durability = "power"
 	}
-	args := []string{"serve", "--state", r.state(), "--store", r.store(), "--max-bytes", fmt.Sprint(capBytes), "--listen", r.address, "--durability", durability}
+	args := []string{"serve", "--state", r.state(), "--store", r.store(), "--max-bytes", fmt.Sprint(capBytes), "--listen", r.address, "--durability", durability, "--reservation-time", reservationTime.String()}
 	if r.o.Fault != "" {
 		args = append(args, "--fault", r.o.Fault)
 	}
