@@ -5,7 +5,7 @@ VENV    := .venv
 TOOLS   := -modfile=tools/go.mod
 RACE    ?= -race
 
-.PHONY: test lint race interop build demo bench fuzz golden clean
+.PHONY: test lint race interop build demo bench fuzz golden openapi clean
 
 test: lint race ## all checks, all tests
 
@@ -41,6 +41,9 @@ fuzz: ## every fuzz target in turn, FUZZTIME each
 golden: ## make the golden arrays again (needs torch: Debian python3-torch is enough)
 	$(PYTHON) tools/refs/golden.py testdata/refs
 	$(PYTHON) tools/golden/batches.py stream/testdata/golden
+
+openapi: ## docs/openapi.yaml, from the service
+	$(GO) test ./service -run '^TestCommittedDocument' -update
 
 clean:
 	rm -rf bin $(VENV)

@@ -32,6 +32,7 @@ type operation struct {
 	roles        []access.Role // besides the operator; none: whoever may look
 	hot          bool          // logged at debug level
 	open         bool          // whoever reaches the service may make it, known or not
+	across       bool          // not about one run: a token that is good for one may call too, and sees no more than its own
 	early        bool          // on a run that is not open (deletion): the handler finds the run by itself
 	params       []param
 	status       int // of success; 200 if 0
@@ -167,7 +168,14 @@ func (a *api) serve(op *operation, f func(context.Context, *call) error) http.Ha
 		err = func() error {
 			if !op.open {
 				c.caller = access.CallerOf(ctx)
-				if err := c.caller.May(r.PathValue("run"), op.roles...); err != nil {
+				about, roles := r.PathValue("run"), op.roles
+				if op.across {
+					about = c.caller.Run
+				}
+				if roles == nil {
+					roles = both // whoever is known
+				}
+				if err := c.caller.May(about, roles...); err != nil {
 					return err
 				}
 			}

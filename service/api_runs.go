@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"net/http"
+	"slices"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
@@ -11,12 +12,12 @@ import (
 
 // runCalls are the calls that make, describe, change and end runs.
 func (s *Service) runCalls(a *api) {
-	handle(a, operation{method: http.MethodGet, path: "/v1/status", id: "status", tag: "service", summary: "The service and all its runs"},
+	handle(a, operation{method: http.MethodGet, path: "/v1/status", id: "status", across: true, tag: "service", summary: "The service and all its runs"},
 		func(ctx context.Context, c *call, _ *nothing) (*wire.ServiceStatus, error) {
-			st := s.Status(ctx)
+			st := s.statusFor(ctx, c)
 			return &st, nil
 		})
-	handle(a, operation{method: http.MethodPost, path: "/v1/runs", id: "create-run", tag: "runs", summary: "Create a run", roles: operators,
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs", id: "create-run", tag: "runs", summary: "Create a run", roles: operators, across: true,
 		text: "Creating a run again with an equal spec is success; with another it is `conflict`, which names the field. The caps of all runs may add up to the service's at most: `full` says by how much they do not."},
 		func(ctx context.Context, c *call, in *wire.RunSpec) (*wire.Run, error) {
 			if err := c.caller.May(in.RunID, operators...); err != nil {
@@ -29,7 +30,7 @@ func (s *Service) runCalls(a *api) {
 			d, err := r.describe(ctx)
 			return &d, err
 		})
-	handle(a, operation{method: http.MethodGet, path: "/v1/runs", id: "list-runs", tag: "runs", summary: "List the runs", text: "Those that the caller's token is good for."},
+	handle(a, operation{method: http.MethodGet, path: "/v1/runs", id: "list-runs", across: true, tag: "runs", summary: "List the runs", text: "Those that the caller's token is good for."},
 		func(ctx context.Context, c *call, _ *nothing) (*wire.RunList, error) {
 			l := wire.RunList{Runs: []wire.Run{}}
 			for _, r := range s.list() {
@@ -93,6 +94,13 @@ func (s *Service) runCalls(a *api) {
 			})
 		})
 	s.deadLetterCalls(a)
+}
+
+// statusFor is the service's status, with those of the runs that the caller may see.
+func (s *Service) statusFor(ctx context.Context, c *call) wire.ServiceStatus {
+	st := s.Status(ctx)
+	st.Runs = slices.DeleteFunc(st.Runs, func(r wire.Status) bool { return c.caller.May(r.RunID) != nil })
+	return st
 }
 
 func (s *Service) deadLetterCalls(a *api) {

@@ -397,7 +397,9 @@ func (w *served) WriteHeader(status int) {
 	case w.err != nil || w.c.status != 0:
 	case status == http.StatusRequestedRangeNotSatisfiable:
 		w.err = httpProblem(status, wire.CodeRange, "Bad range", "the range %q can't be served: %s", plain(w.c.r.Header.Get("Range")), w.Header().Get("Content-Range"))
-	case status >= 400 && status != http.StatusPreconditionFailed:
+	case status == http.StatusPreconditionFailed:
+		w.err = httpProblem(status, wire.CodePrecondition, "Precondition failed", "the sample is not the one that the call names: its ETag is %s", w.Header().Get("Etag"))
+	case status >= 400:
 		w.err = fmt.Errorf("serve content: status %d", status)
 	default:
 		w.c.begin(status)

@@ -13,13 +13,13 @@ import (
 
 // watchCalls are the calls that stay open, and those that ask how the service is.
 func (s *Service) watchCalls(a *api) {
-	events := operation{method: http.MethodGet, path: "/v1/events", id: "events", tag: "service", summary: "What happens, as it happens",
+	events := operation{method: http.MethodGet, path: "/v1/events", id: "events", across: true, tag: "service", summary: "What happens, as it happens",
 		text: "Server-sent events: `status` with a ServiceStatus, at once and then every second, and `event` with an Event.", raw: []string{eventStream}}
 	stream(a, events, nil, nil, func(ctx context.Context, c *call) error {
-		return s.sendEvents(ctx, c, "", func() (any, error) { return s.Status(ctx), nil })
+		return s.sendEvents(ctx, c, "", func() (any, error) { return s.statusFor(ctx, c), nil })
 	})
 	events.path, events.id, events.tag, events.text = "/v1/runs/{run}/events", "run-events", "runs", "The same for one run: `status` carries a Status. The stream ends with the run."
-	events.early = true // it must not hold the run
+	events.across, events.early = false, true // it must not hold the run
 	stream(a, events, nil, nil, func(ctx context.Context, c *call) error {
 		r, err := s.find(c.r.PathValue("run"))
 		if err != nil {
@@ -31,10 +31,10 @@ func (s *Service) watchCalls(a *api) {
 		return s.sendEvents(ctx, c, r.id, func() (any, error) { return r.status(ctx) })
 	})
 
-	stream(a, operation{method: http.MethodGet, path: "/v1/sessions/{session}", id: "hold-session", tag: "sessions", summary: "Hold a session", hot: true,
+	stream(a, operation{method: http.MethodGet, path: "/v1/sessions/{session}", id: "hold-session", across: true, tag: "sessions", summary: "Hold a session", hot: true,
 		text: "The answer is a Session, and then a line of white space every few seconds, for as long as the client process keeps the connection. When it ends and no other comes within the grace, the session has ended: its reservations and pins go, and the leases of the " +
 			"consumers that called in it return to the head. A session that never held a connection ends a minute after its last call."}, nil, describe[wire.Session](false), s.holdSession)
-	handle(a, operation{method: http.MethodDelete, path: "/v1/sessions/{session}", id: "end-session", tag: "sessions", summary: "End a session at once", text: "Ending one that is not there is success."},
+	handle(a, operation{method: http.MethodDelete, path: "/v1/sessions/{session}", id: "end-session", across: true, tag: "sessions", summary: "End a session at once", text: "Ending one that is not there is success."},
 		func(ctx context.Context, c *call, _ *nothing) (*nothing, error) {
 			id := c.r.PathValue("session")
 			if !isID(id) {

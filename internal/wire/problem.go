@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"strings"
 
 	"github.com/sluice-ml/sluice"
 )
@@ -19,6 +20,7 @@ const (
 	CodeMethod       = "method_not_allowed" // (405)
 	CodeMedia        = "unsupported_media"  // a body of another type (415)
 	CodeRange        = "bad_range"          // (416)
+	CodePrecondition = "precondition"       // an If-Match that does not hold (412)
 	CodeBusy         = "busy"               // too many calls or connections at once; try again (429)
 	CodeInternal     = "internal"           // a fault of the service, logged with the request's id (500)
 )
@@ -63,8 +65,8 @@ func ProblemOf(err error) *Problem {
 	var e *sluice.Error
 	if errors.As(err, &e) {
 		if k, ok := kinds[e.Kind]; ok {
-			p := &Problem{Title: k.title, Status: k.status, Code: string(e.Kind), Op: e.Op, Subject: e.Subject, Hint: e.Hint}
-			p.Detail = sentence(e)
+			p := &Problem{Title: k.title, Status: k.status, Code: string(e.Kind), Op: e.Op, Subject: printable(e.Subject), Hint: e.Hint}
+			p.Detail = printable(sentence(e))
 			return p
 		}
 	}
@@ -80,6 +82,16 @@ func sentence(e *sluice.Error) string {
 	return bare.Error()
 }
 
+// printable replaces what could disturb a terminal, or reorder what is read: whoever shows a problem may take it as it is.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r < 0x20 || r >= 0x7f && r < 0xa0 || r == 0xfffd || r == 0x2028 || r == 0x2029 || r >= 0x202a && r <= 0x202e || r >= 0x2066 && r <= 0x2069 {
+			return '?'
+		}
+		return r
+	}, s)
+}
+
 // Error makes p an error that reads as it did on the other side.
 func (p *Problem) Error() string { return p.Err().Error() }
 
@@ -92,7 +104,7 @@ func (p *Problem) Err() error {
 	switch p.Code {
 	case CodeUnauthorized:
 		e.Kind = sluice.Denied
-	case CodeTooLarge, CodeMethod, CodeMedia, CodeRange:
+	case CodeTooLarge, CodeMethod, CodeMedia, CodeRange, CodePrecondition:
 		e.Kind = sluice.Invalid
 	case CodeTimeout, CodeBusy, CodeInternal:
 		e.Kind = sluice.Unavailable
@@ -115,6 +127,7 @@ func Codes() map[string]Code {
 		CodeMethod:       {http.StatusMethodNotAllowed, "Method not allowed"},
 		CodeMedia:        {http.StatusUnsupportedMediaType, "Unsupported media type"},
 		CodeRange:        {http.StatusRequestedRangeNotSatisfiable, "Bad range"},
+		CodePrecondition: {http.StatusPreconditionFailed, "Precondition failed"},
 		CodeBusy:         {http.StatusTooManyRequests, "Too many calls at once"},
 		CodeInternal:     {http.StatusInternalServerError, "Internal error"},
 	}
