@@ -1,0 +1,116 @@
+package service
+
+import (
+	"bytes"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+func TestEveryRefusalIsAProblem(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	ref := b.put("r1", "s-1")
+	one := sampleURL(ref) + "?generation=" + ref.Generation()
+	acquire := "/v1/runs/r1/acquire"
+	js := map[string]string{"Content-Type": "application/json"}
+	huge := bytes.Repeat([]byte(" "), wire.MaxBody+1)
+	before := b.status("r1")
+	for _, c := range []struct {
+		name, method, path string
+		header             map[string]string
+		body               string
+		status             int
+		code               string
+	}{
+		{"no such path", "GET", "/nothing", nil, "", 404, "not_found"},
+		{"a path below one", "GET", "/v1/runs/r1/status/more", nil, "", 404, "not_found"},
+		{"a path with a slash behind it", "GET", "/v1/runs/", nil, "", 404, "not_found"},
+		{"an unclean path", "GET", "/v1//runs", nil, "", 404, "not_found"},
+		{"a path that climbs", "GET", "/v1/runs/r1/samples/..%2f..%2fid?generation=g", nil, "", 404, "not_found"},
+		{"dots", "GET", "/v1/runs/../../etc", nil, "", 404, "not_found"},
+		{"an id with an escape", "GET", "/v1/runs/%1b%5b31m/status", nil, "", 400, "invalid"},
+		{"a wrong method", "DELETE", acquire, nil, "", 405, "method_not_allowed"},
+		{"a strange method", "BREW", acquire, nil, "", 405, "method_not_allowed"},
+		{"no such run", "GET", "/v1/runs/r2", nil, "", 404, "not_found"},
+		{"no content type", "POST", acquire, map[string]string{"Content-Type": ""}, `{}`, 415, "unsupported_media"},
+		{"a form", "POST", acquire, map[string]string{"Content-Type": "application/x-www-form-urlencoded"}, `{}`, 415, "unsupported_media"},
+		{"another charset", "POST", acquire, map[string]string{"Content-Type": "application/json; charset=latin1"}, `{}`, 415, "unsupported_media"},
+		{"a broken content type", "POST", acquire, map[string]string{"Content-Type": "a/b/c;;="}, `{}`, 415, "unsupported_media"},
+		{"no body", "POST", acquire, js, "", 400, "invalid"},
+		{"half a body", "POST", acquire, js, `{"consumer":{"name"`, 400, "invalid"},
+		{"no object", "POST", acquire, js, `[]`, 400, "invalid"},
+		{"null", "POST", acquire, js, `null`, 400, "invalid"},
+		{"two objects", "POST", acquire, js, `{"consumer":{"name":"c"}}{}`, 400, "invalid"},
+		{"an unknown field", "POST", acquire, js, `{"consumer":{"name":"c","colour":1}}`, 400, "invalid"},
+		{"a wrong type", "POST", acquire, js, `{"consumer":{"name":7}}`, 400, "invalid"},
+		{"a number out of range", "POST", acquire, js, `{"consumer":{"name":"c"},"max":1025}`, 400, "invalid"},
+		{"a huge number", "POST", acquire, js, `{"consumer":{"name":"c"},"wait_seconds":1e400}`, 400, "invalid"},
+		{"a long wait", "POST", acquire, js, `{"consumer":{"name":"c"},"wait_seconds":61}`, 400, "invalid"},
+		{"a body over the limit", "POST", acquire, js, string(huge), 413, "too_large"},
+		{"no leases", "POST", "/v1/runs/r1/settle", js, `{"consumer":{"name":"c"},"settlements":[]}`, 400, "invalid"},
+		{"a verdict", "POST", "/v1/runs/r1/settle", js, `{"consumer":{"name":"c"},"settlements":[{"lease":"` + strings.Repeat("0", 32) + `","verdict":"maybe"}]}`, 400, "invalid"},
+		{"a lease id", "POST", "/v1/runs/r1/settle", js, `{"consumer":{"name":"c"},"settlements":[{"lease":"0","verdict":"ack"}]}`, 400, "invalid"},
+		{"a sample over the cap", "POST", "/v1/runs/r1/reserve", js, `{"bytes":[1048577]}`, 507, "full"},
+		{"a negative size", "POST", "/v1/runs/r1/reserve", js, `{"bytes":[-1]}`, 400, "invalid"},
+		{"an upload that is no file", "PUT", "/v1/runs/r1/samples/s-9", map[string]string{wire.SampleHeader: fields}, "hello", 422, "corrupt"},
+		{"an upload without a word", "PUT", "/v1/runs/r1/samples/s-9", nil, string(file(t, 1)), 400, "invalid"},
+		{"an upload under a bad id", "PUT", "/v1/runs/r1/samples/a..b", map[string]string{wire.SampleHeader: fields}, string(file(t, 1)), 400, "invalid"},
+		{"a strange sample header", "PUT", "/v1/runs/r1/samples/s-9", map[string]string{wire.SampleHeader: `{"x":1}`}, string(file(t, 1)), 400, "invalid"},
+		{"an upload of a name that is taken", "PUT", "/v1/runs/r1/samples/s-1", map[string]string{wire.SampleHeader: fields}, string(file(t, 1)), 409, "duplicate"},
+		{"an upload of another algorithm", "PUT", "/v1/runs/r1/samples/s-9", map[string]string{wire.SampleHeader: `{"algorithm":"a b","num_tokens":1}`}, string(file(t, 1)), 400, "invalid"},
+		{"a read without a generation", "GET", sampleURL(ref), nil, "", 400, "invalid"},
+		{"a read of another generation", "GET", sampleURL(ref) + "?generation=other", nil, "", 404, "not_found"},
+		{"a range beyond the end", "GET", one, map[string]string{"Range": "bytes=100000-"}, "", 416, "bad_range"},
+		{"a broken range", "GET", one, map[string]string{"Range": "bytes=x"}, "", 416, "bad_range"},
+		{"a precondition", "GET", one, map[string]string{"If-Match": `"other"`}, "", 412, "precondition"},
+		{"no such feature", "GET", sampleURL(ref) + "/features/logits?generation=" + ref.Generation(), nil, "", 404, "not_found"},
+		{"a claimed sample aborted", "POST", "/v1/runs/r1/abort", js, `{"ref":` + ref.Canonical() + `}`, 409, "conflict"},
+		{"no source", "GET", "/v1/runs/r1/positions", nil, "", 400, "invalid"},
+		{"ranks without windows", "POST", "/v1/runs/r1/reshape", js, `{"ranks":0,"per_rank":1}`, 400, "invalid"},
+		{"the registry as a run", "POST", "/v1/runs", js, `{"run_id":"sluice:registry","algorithm":"eagle3","caps":{"max_bytes":1}}`, 400, "invalid"},
+		{"a run without a schema", "POST", "/v1/runs", js, `{"run_id":"r2","caps":{"max_bytes":1000}}`, 400, "invalid"},
+		{"a run with a time of centuries", "POST", "/v1/runs", js, `{"run_id":"r2","algorithm":"eagle3","caps":{"max_bytes":1000},"visibility_timeout_seconds":1e12}`, 400, "invalid"},
+	} {
+		var body *strings.Reader
+		a := func() answer {
+			if c.body == "" {
+				return b.send(c.method, c.path, c.header, http.NoBody)
+			}
+			body = strings.NewReader(c.body)
+			return b.send(c.method, c.path, c.header, body)
+		}()
+		if a.status != c.status || a.problem.Code != c.code {
+			t.Errorf("%s: %d %.300s, want %d %s", c.name, a.status, a.body, c.status, c.code)
+		}
+		for _, r := range string(a.body) {
+			if r < 0x20 || r == 0x7f {
+				t.Errorf("%s: a control byte in %q", c.name, a.body)
+			}
+		}
+	}
+	if a := b.send("DELETE", acquire, nil, nil); a.header.Get("Allow") != "POST" {
+		t.Errorf("Allow: %q", a.header.Get("Allow"))
+	}
+	after := b.status("r1")
+	if before.Health != after.Health || before.Pending != after.Pending || before.Put != after.Put || before.Delivered != after.Delivered {
+		t.Errorf("the refusals have changed %+v into %+v", before, after)
+	}
+}
+
+func TestAnswersCarryTheIDOfTheirCall(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	if a := b.send("GET", "/v1/status", map[string]string{wire.RequestHeader: "mine-1"}, nil); a.header.Get(wire.RequestHeader) != "mine-1" {
+		t.Errorf("got %q", a.header.Get(wire.RequestHeader))
+	}
+	if a := b.send("GET", "/v1/status", map[string]string{wire.RequestHeader: "a b"}, nil); a.header.Get(wire.RequestHeader) == "a b" || a.header.Get(wire.RequestHeader) == "" {
+		t.Errorf("got %q", a.header.Get(wire.RequestHeader))
+	}
+	if a := b.send("GET", "/nothing", map[string]string{wire.RequestHeader: "mine-2"}, nil); a.problem.Request != "mine-2" {
+		t.Errorf("got %+v", a.problem)
+	}
+}
