@@ -181,6 +181,9 @@ func refusal(resp *http.Response, data []byte) error {
 		}
 		return p.Err()
 	}
+	if resp.Request.Method == http.MethodHead && resp.StatusCode == http.StatusNotFound {
+		return &sluice.Error{Kind: sluice.NotFound, Op: "client", Subject: resp.Request.URL.Path} // it comes without a document
+	}
 	switch resp.StatusCode {
 	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout, http.StatusTooManyRequests:
 		return &lost{noService(resp, "no problem document")}

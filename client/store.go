@@ -302,6 +302,9 @@ func (s *store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 		}
 	}
 	if err != nil {
+		if s.at != nil && s.replaced(ctx, ref) {
+			err = s.fail(sluice.NotFound, "get", ref.SampleID(), "was freed while it was opened")
+		}
 		s.unpin(ctx, id)
 		if errors.Is(err, sluice.ErrCorrupt) {
 			err = &sluice.Error{Kind: sluice.Corrupt, Op: "client: get", Subject: ref.SampleID(), Err: err}
@@ -332,6 +335,12 @@ func (s *store) unpin(ctx context.Context, id sluice.HandleID) {
 	if err != nil && !errors.Is(err, sluice.ErrClosed) {
 		s.c.log.Warn("client: can't take back a pin, which ends with the session", "run", s.run, "error", err)
 	}
+}
+
+// replaced reports whether a sample was aborted behind its pin: then its file's name is nobody's, or that of the next sample of its id.
+func (s *store) replaced(ctx context.Context, ref sluice.Ref) bool {
+	_, err := s.c.do(ctx, call{method: http.MethodHead, path: s.samplePath(ref)})
+	return errors.Is(err, sluice.ErrNotFound)
 }
 
 // check compares the file with the ref, and what crossed a network with its checksums.

@@ -117,6 +117,9 @@ func (s *Service) waiting(ctx context.Context, d time.Duration) (context.Context
 }
 
 func (s *Service) reserve(ctx context.Context, c *call, in *wire.Reserve) (*wire.Reservations, error) {
+	if in.Ungated {
+		return s.reserveUngated(ctx, c, in)
+	}
 	req := sluice.ReserveRequest{}
 	if in.Producer != nil {
 		req.Producer = sluice.Producer(*in.Producer)
@@ -137,7 +140,7 @@ func (s *Service) reserve(ctx context.Context, c *call, in *wire.Reserve) (*wire
 			break
 		}
 		if err == nil {
-			c.run.reserved(res, c.session, s.now().Add(s.opts.ReservationTime))
+			c.run.reserved(res, c.session, s.now().Add(s.opts.ReservationTime), "")
 			if !c.session.touches(c.run) {
 				err = s.sessionEnded(c)
 			}
@@ -149,6 +152,41 @@ func (s *Service) reserve(ctx context.Context, c *call, in *wire.Reserve) (*wire
 			return nil, err
 		}
 		out.Reservations = append(out.Reservations, wire.Reservation{ID: res.ID, Bytes: res.Bytes, ExpiresSeconds: wire.SecondsOf(s.opts.ReservationTime)})
+	}
+	return out, nil
+}
+
+// reserveUngated is the Reserve of a store: by the caps alone, all or none.
+func (s *Service) reserveUngated(ctx context.Context, c *call, in *wire.Reserve) (*wire.Reservations, error) {
+	c.run.asking.Lock() // a repetition may come while the first call is under way
+	defer c.run.asking.Unlock()
+	request := ""
+	if in.RequestID != "" {
+		request = in.RequestID
+		if c.session != nil {
+			request = c.session.id + "/" + request
+		}
+	}
+	granted := c.run.askedFor(request)
+	for _, n := range in.Bytes[min(len(granted), len(in.Bytes)):] {
+		res, err := c.run.store.Reserve(ctx, n)
+		if err != nil {
+			for _, res := range granted {
+				if back, ok := c.run.unreserve(res.ID); ok {
+					err = errors.Join(err, c.run.store.Unreserve(context.WithoutCancel(ctx), back))
+				}
+			}
+			return nil, err
+		}
+		c.run.reserved(res, c.session, s.now().Add(s.opts.ReservationTime), request)
+		granted = append(granted, res)
+	}
+	if !c.session.touches(c.run) {
+		return nil, s.sessionEnded(c)
+	}
+	out := &wire.Reservations{Reservations: make([]wire.Reservation, len(granted))}
+	for i, res := range granted {
+		out.Reservations[i] = wire.Reservation{ID: res.ID, Bytes: res.Bytes, ExpiresSeconds: wire.SecondsOf(s.opts.ReservationTime)}
 	}
 	return out, nil
 }
@@ -188,6 +226,9 @@ func (s *Service) commit(ctx context.Context, c *call, in *wire.Commit) (*wire.C
 		}
 		puts, at = append(puts, put), append(at, i)
 	}
+	if in.Below {
+		return s.commitBelow(ctx, c, puts[0], in.WaitSeconds.Duration())
+	}
 	for k, r := range c.run.q.PutAll(ctx, puts) {
 		if r.Err != nil {
 			if errors.Is(r.Err, sluice.ErrUnavailable) {
@@ -200,6 +241,23 @@ func (s *Service) commit(ctx context.Context, c *call, in *wire.Commit) (*wire.C
 		c.run.committed(puts[k].Ref)
 	}
 	return out, nil
+}
+
+// commitBelow waits at the gate before it enqueues.
+func (s *Service) commitBelow(ctx context.Context, c *call, put sluice.PutRequest, wait time.Duration) (*wire.Commits, error) {
+	wctx, stop := s.waiting(ctx, wait)
+	status, err := c.run.q.PutBlocksUntilBelow(wctx, put, nil)
+	stop()
+	switch {
+	case errors.Is(err, errWaited):
+		return &wire.Commits{Results: []wire.CommitResult{}, Paused: true}, nil
+	case errors.Is(err, sluice.ErrUnavailable), err != nil && ctx.Err() != nil:
+		return nil, err
+	case err != nil:
+		return &wire.Commits{Results: []wire.CommitResult{{Error: s.itemProblem(err)}}}, nil
+	}
+	c.run.committed(put.Ref)
+	return &wire.Commits{Results: []wire.CommitResult{{Status: status}}}, nil
 }
 
 func (s *Service) itemProblem(err error) *wire.Problem {

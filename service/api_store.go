@@ -53,10 +53,14 @@ func (s *Service) storeCalls(a *api) {
 				if p == nil {
 					continue
 				}
-				if err := p.giveBack(in.Keep); err != nil {
+				giveBack := func() error { return p.giveBack(in.Keep) }
+				if in.Undo {
+					giveBack = p.loan.Drop
+				}
+				if err := giveBack(); err != nil {
 					return nil, err
 				}
-				if !in.Keep {
+				if !in.Keep || in.Undo || !p.mapped {
 					c.run.unpin(id)
 				}
 			}
@@ -270,12 +274,12 @@ func (r *run) read(ctx context.Context, id, generation string) (*reading, error)
 	// Opened once more, since the loan's own position must not be moved; by descriptor, since the name may be another sample's by now.
 	f, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(loan.File().Fd())))
 	if err != nil {
-		return nil, errors.Join(&sluice.Error{Kind: kindOfOS(err), Op: "read", Subject: id, Detail: "its file can't be opened", Err: err}, loan.Release())
+		return nil, errors.Join(&sluice.Error{Kind: kindOfOS(err), Op: "read", Subject: id, Detail: "its file can't be opened", Err: err}, loan.Drop())
 	}
 	return &reading{f, loan}, nil
 }
 
-func (r *reading) close() error { return errors.Join(r.File.Close(), r.loan.Release()) }
+func (r *reading) close() error { return errors.Join(r.File.Close(), r.loan.Drop()) }
 
 // section is a part of a file that http.ServeContent can serve. It shows its descriptor, whose position is its own, so that the kernel can send the bytes itself.
 type section struct {

@@ -11,8 +11,10 @@ import (
 
 // holdings are what callers hold of a run beside leases: reservations, uploads that are not committed, and pins. Each ends with its session, or when its time is over.
 type holdings struct {
+	asking       sync.Mutex // held by who reserves past the gate, for the whole of it
 	mu           sync.Mutex
 	reservations map[string]*reservation
+	byRequest    map[string][]sluice.Reservation // those that passed the gate
 	uploads      map[string]*upload // by sample id
 	pins         map[sluice.HandleID]*pin
 	next         time.Time // nothing ends by itself before; zero if nothing does
@@ -23,6 +25,7 @@ type reservation struct {
 	session *session
 	expires time.Time
 	busy    bool // an upload uses it now
+	request string
 }
 
 // upload is a sample in the store whose ref no queue has.
@@ -66,6 +69,7 @@ type ended struct {
 }
 
 func (h *holdings) init() {
+	h.byRequest = map[string][]sluice.Reservation{}
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
 }
 
@@ -76,13 +80,30 @@ func (h *holdings) due(t time.Time) {
 	}
 }
 
-func (h *holdings) reserved(r sluice.Reservation, s *session, expires time.Time) {
+// reserved notes a reservation, with the request that got it past the gate, or "".
+func (h *holdings) reserved(r sluice.Reservation, s *session, expires time.Time, request string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.reservations[r.ID] == nil {
-		h.reservations[r.ID] = &reservation{Reservation: r, session: s, expires: expires}
+		h.reservations[r.ID] = &reservation{Reservation: r, session: s, expires: expires, request: request}
 		h.due(expires)
+		if request != "" {
+			h.byRequest[request] = append(h.byRequest[request], r)
+		}
 	}
+}
+
+// askedFor is what a request got past the gate and holds yet.
+func (h *holdings) askedFor(request string) []sluice.Reservation {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return append([]sluice.Reservation(nil), h.byRequest[request]...)
+}
+
+// forget removes a reservation. The caller holds mu.
+func (h *holdings) forget(r *reservation) {
+	delete(h.reservations, r.ID)
+	delete(h.byRequest, r.request)
 }
 
 // use takes a reservation for an upload; nil if there is none of that id that is free.
@@ -106,7 +127,7 @@ func (h *holdings) used(r *reservation, gone bool) {
 	defer h.mu.Unlock()
 	r.busy = false
 	if gone {
-		delete(h.reservations, r.ID)
+		h.forget(r)
 	}
 }
 
@@ -117,7 +138,7 @@ func (h *holdings) unreserve(id string) (sluice.Reservation, bool) {
 	if r == nil || r.busy {
 		return sluice.Reservation{}, false
 	}
-	delete(h.reservations, id)
+	h.forget(r)
 	return r.Reservation, true
 }
 
@@ -193,14 +214,14 @@ func (h *holdings) expire(now time.Time) (e ended) {
 }
 
 func (h *holdings) take(e *ended, over func(*session, time.Time) bool) {
-	for id, r := range h.reservations {
+	for _, r := range h.reservations {
 		switch {
 		case !over(r.session, r.expires):
 		case r.busy: // the upload outlives it, and is looked at when it is there
 			h.due(r.expires)
 		default:
 			e.reservations = append(e.reservations, r.Reservation)
-			delete(h.reservations, id)
+			h.forget(r)
 		}
 	}
 	for id, u := range h.uploads {

@@ -75,6 +75,9 @@ func (a *api) document() *huma.OpenAPI {
 		for t.Kind() == reflect.Pointer {
 			t = t.Elem()
 		}
+		if t == reflect.TypeFor[sluice.Caps]() {
+			return "ResolvedCaps"
+		}
 		return strings.TrimPrefix(huma.DefaultSchemaNamer(t, hint), "Doc")
 	}
 	reg := huma.NewMapRegistry("#/components/schemas/", names)

@@ -112,10 +112,15 @@ func (n *Loan) Close() error {
 }
 
 // Lost ends the loan of a reader that went without a word, and may have the file mapped yet: like a pin of a process that died, it is no release, and the file will never be overwritten.
-func (n *Loan) Lost() error {
+func (n *Loan) Lost() error { return n.end(flTainted) }
+
+// Drop ends the loan of a reader that is done with the file and has not taken the sample: it is no release, which would free a sample that nobody claims.
+func (n *Loan) Drop() error { return n.end(0) }
+
+func (n *Loan) end(flags uint32) error {
 	err := n.s.do(func(l *ledger) error {
 		if i, p := l.findPin(n.handle.ID); p != nil {
-			l.slot(p.slot - 1).flags |= flTainted
+			l.slot(p.slot - 1).flags |= flags
 			l.settle(l.clearPin(i, pinHandle|pinOpen))
 		}
 		return nil
