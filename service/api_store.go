@@ -66,9 +66,12 @@ func (s *Service) storeCalls(a *api) {
 			}
 			return nil, nil
 		})
-	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/abort", id: "abort", tag: "producers", summary: "Free a sample that was never committed", roles: producers, text: "`conflict` if it was."},
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/abort", id: "abort", tag: "producers", summary: "Free a sample that was never committed", roles: producers, text: "`conflict` if it was. An upload of it that is under way is waited for: whoever broke it off leaves nothing behind by this call."},
 		func(ctx context.Context, c *call, in *wire.Abort) (*nothing, error) {
-			err := c.run.store.Abort(ctx, in.Ref)
+			err := c.run.arrived(ctx, in.Ref.SampleID())
+			if err == nil {
+				err = c.run.store.Abort(ctx, in.Ref)
+			}
 			if err == nil {
 				c.run.committed(in.Ref)
 			}
@@ -140,6 +143,7 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 	if res != nil {
 		room = res.Reservation
 	}
+	defer c.run.arrive(id)()
 	var ref sluice.Ref
 	err = c.tied(func(*http.ResponseController) error {
 		ref, err = c.run.store.Receive(ctx, c.r.Body, c.r.ContentLength, in, room)
@@ -200,6 +204,7 @@ func (s *Service) takeStaged(ctx context.Context, c *call, in *wire.Stage) (slui
 	if res != nil {
 		room = res.Reservation
 	}
+	defer c.run.arrive(in.SampleID)()
 	ref, err := c.run.adopt(ctx, in, uid, room)
 	return ref, s.stored(c, res, ref, err)
 }

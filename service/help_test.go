@@ -27,11 +27,18 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // bed is a service under test, behind a door that lets everybody in as an operator over the unix socket.
 type bed struct {
-	t   testing.TB
-	s   *Service
-	srv *httptest.Server
-	o   Options
-	as  access.Caller
+	t      testing.TB
+	s      *Service // nil where the service is another process
+	srv    *httptest.Server
+	url    string
+	client *http.Client
+	o      Options
+	as     access.Caller
+}
+
+// remoteBed speaks to a service in another process.
+func remoteBed(t testing.TB, url string, client *http.Client) *bed {
+	return &bed{t: t, url: url, client: client}
 }
 
 // quietLog keeps what is logged, for when the test fails.
@@ -76,6 +83,7 @@ func (b *bed) start() {
 	b.srv = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h.ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), b.as)))
 	}))
+	b.url, b.client = b.srv.URL, b.srv.Client()
 }
 
 func (b *bed) stop() {
@@ -90,7 +98,7 @@ func (b *bed) stop() {
 	}
 	b.srv.CloseClientConnections()
 	b.srv.Close()
-	b.srv.Client().CloseIdleConnections()
+	b.client.CloseIdleConnections()
 	b.s = nil
 }
 
@@ -124,14 +132,14 @@ type answer struct {
 
 func (b *bed) send(method, path string, header map[string]string, body io.Reader) answer {
 	b.t.Helper()
-	req, err := http.NewRequest(method, b.srv.URL+path, body)
+	req, err := http.NewRequest(method, b.url+path, body)
 	if err != nil {
 		b.t.Fatal(err)
 	}
 	for k, v := range header {
 		req.Header.Set(k, v)
 	}
-	resp, err := b.srv.Client().Do(req)
+	resp, err := b.client.Do(req)
 	if err != nil {
 		b.t.Fatal(err)
 	}

@@ -1,6 +1,7 @@
 package service
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"time"
@@ -15,7 +16,8 @@ type holdings struct {
 	mu           sync.Mutex
 	reservations map[string]*reservation
 	byRequest    map[string][]sluice.Reservation // those that passed the gate
-	uploads      map[string]*upload // by sample id
+	uploads      map[string]*upload              // by sample id
+	arriving     map[string]*arrival
 	pins         map[sluice.HandleID]*pin
 	next         time.Time // nothing ends by itself before; zero if nothing does
 }
@@ -33,6 +35,12 @@ type upload struct {
 	ref     sluice.Ref
 	session *session
 	expires time.Time
+}
+
+// arrival is the uploads of one sample id that are under way.
+type arrival struct {
+	n    int
+	over chan struct{} // closed with the last of them
 }
 
 // pin is a loan to a reader outside.
@@ -53,12 +61,12 @@ func (p *pin) giveBack(keep bool) error {
 	return err
 }
 
-// lost gives a pin up whose holder went without a word.
+// lost gives a pin up whose holder went without a word: that is no release.
 func (p *pin) lost() error {
 	if p.mapped {
 		return p.loan.Lost()
 	}
-	return p.giveBack(false)
+	return p.loan.Drop()
 }
 
 // ended is what is over and must be given back, outside the lock.
@@ -70,6 +78,7 @@ type ended struct {
 
 func (h *holdings) init() {
 	h.byRequest = map[string][]sluice.Reservation{}
+	h.arriving = map[string]*arrival{}
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
 }
 
@@ -128,6 +137,43 @@ func (h *holdings) used(r *reservation, gone bool) {
 	r.busy = false
 	if gone {
 		h.forget(r)
+	}
+}
+
+// arrive notes that a sample is on its way in, until the function that it returns is called.
+func (h *holdings) arrive(id string) (over func()) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	a := h.arriving[id]
+	if a == nil {
+		a = &arrival{over: make(chan struct{})}
+		h.arriving[id] = a
+	}
+	a.n++
+	return func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if a.n--; a.n == 0 {
+			delete(h.arriving, id)
+			close(a.over)
+		}
+	}
+}
+
+// arrived waits until no sample of the id is on its way in.
+func (h *holdings) arrived(ctx context.Context, id string) error {
+	for {
+		h.mu.Lock()
+		a := h.arriving[id]
+		h.mu.Unlock()
+		if a == nil {
+			return nil
+		}
+		select {
+		case <-a.over:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
 }
 
