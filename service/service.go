@@ -27,6 +27,7 @@ type Service struct {
 	started  time.Time
 	state    *os.File // the lock on the state directory
 	root     *root
+	why      string // the root was chosen
 	journals Journals
 	handler  http.Handler
 	metrics  *metrics.Metrics
@@ -108,6 +109,7 @@ func (s *Service) take(ctx context.Context) error {
 	if s.root, err = openRoot(dir, me); err != nil {
 		return err
 	}
+	s.why = why
 	s.log.Info("store", "dir", dir, "why", why, "max_bytes", s.opts.MaxBytes)
 	if s.journals == nil {
 		if s.journals, err = openJournals(ctx, &s.opts); err != nil {
@@ -435,8 +437,11 @@ func (s *Service) remove(ctx context.Context, r *run) error {
 // Handler is the API, without a door: whoever serves it must first find out who calls and say so with access.WithCaller.
 func (s *Service) Handler() http.Handler { return s.handler }
 
-// StoreDir is the directory that the samples are in, and StateDir the one with the journals.
+// StoreDir is the directory that the samples are in.
 func (s *Service) StoreDir() string { return s.root.dir }
+
+// StoreReason says why they are there.
+func (s *Service) StoreReason() string { return s.why }
 
 // StateDir is the service's state directory.
 func (s *Service) StateDir() string { return s.opts.StateDir }

@@ -238,10 +238,11 @@ func showRun(w io.Writer, r *wire.Run, asJSON bool) error {
 	s := &r.Spec
 	what := "a schema of its own"
 	var schema struct {
-		Algorithm string `json:"algorithm"`
+		Name    string `json:"name"`
+		Version int    `json:"version"`
 	}
-	if json.Unmarshal(s.Schema, &schema) == nil && schema.Algorithm != "" {
-		what = "schema " + inspect.Clean(schema.Algorithm)
+	if json.Unmarshal(s.Schema, &schema) == nil && schema.Name != "" { // it is shown as far as it is known
+		what = fmt.Sprintf("schema %s version %d", inspect.Clean(schema.Name), schema.Version)
 	}
 	lines := runLines(&r.Status, 100)
 	lines = append(lines,

@@ -235,7 +235,7 @@ func welcome(w io.Writer, s *service.Service, d *access.Door, o *service.Options
 		fmt.Fprintf(w, "  WARNING     tokens and samples cross the network in the clear: --insecure-allow-plaintext-tcp\n")
 	}
 	fmt.Fprintf(w, "  state       %s\n", s.StateDir())
-	fmt.Fprintf(w, "  store       %s\n", s.StoreDir())
+	fmt.Fprintf(w, "  store       %s: %s\n", s.StoreDir(), s.StoreReason())
 	fmt.Fprintf(w, "  caps        of all runs together at most %s\n", gauge.Size(o.MaxBytes))
 	if o.Durability == dirstore.Power {
 		fmt.Fprintf(w, "  durability  power: what was answered survives a power cut\n")

@@ -45,9 +45,11 @@ func (c Caller) May(run string, roles ...Role) error {
 func list(roles []Role) string {
 	s := ""
 	for _, r := range roles {
-		s += string(r) + ", "
+		if r != Operator {
+			s += string(r) + " or "
+		}
 	}
-	return s + "or " + string(Operator)
+	return s + string(Operator)
 }
 
 type callerKey struct{}
