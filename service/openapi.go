@@ -99,7 +99,7 @@ func (a *api) document() *huma.OpenAPI {
 			Schemas: reg,
 			SecuritySchemes: map[string]*huma.SecurityScheme{
 				"token":  {Type: "http", Scheme: "bearer", Description: "A token of the service; needed over TCP. The unix socket needs none: the kernel says who calls."},
-				"cookie": {Type: "apiKey", In: "cookie", Name: "sluice", Description: "Set by the dashboard's login."},
+				"cookie": {Type: "apiKey", In: "cookie", Name: "sluice-login-7447", Description: "Set by the dashboard's login; the number is the port of the service."},
 			},
 			Responses: map[string]*huma.Response{"problem": {Description: "A problem document.", Content: map[string]*huma.MediaType{wire.ProblemType: {Schema: problem}},
 				Headers: map[string]*huma.Param{wire.RequestHeader: {Description: "Id of the call in the service's log.", Schema: text()}}}},

@@ -34,7 +34,7 @@ func TestScripts(t *testing.T) {
 			return false, nil
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"lastline":    lastLine,
+			"lastline": lastLine, "await": await, "endpoint": endpoint, "nosecrets": noSecrets,
 			"samplestore": sampleStore, "bytes": editBytes,
 		},
 	})
