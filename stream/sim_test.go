@@ -472,10 +472,14 @@ func (s *stuck) run(ctx context.Context) error {
 	var q *witness
 	var mu sync.Mutex
 	var told []string // what producers and consumers were told
+	freed := false    // afterwards a tight run may wedge again, unseen by the witness
 	var bad errorList
 	hear := func(who string, err error) {
 		mu.Lock()
 		defer mu.Unlock()
+		if freed {
+			return
+		}
 		told = append(told, who+err.Error())
 		if d := q.since(); d > 5*time.Second {
 			bad.add("%s was told %v after the last move", who, d)
@@ -538,6 +542,7 @@ func (s *stuck) run(ctx context.Context) error {
 	}
 	mu.Lock()
 	bad.check(s.explain(st, told))
+	freed = true
 	mu.Unlock()
 	// The run goes on when its operator does what the message advises.
 	for _, x := range kept {
