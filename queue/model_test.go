@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sort"
+	"strings"
 	"testing"
 	"time"
 
@@ -45,6 +46,24 @@ type mLease struct {
 	as       sluice.Verdict
 	dead     bool
 	at       time.Time
+
+	redelivery int
+	verdicts   []sluice.Verdict // of a group's members
+}
+
+// mGroup is a replica group: what was given to its members, and how much each has had.
+type mGroup struct {
+	log    []*mLease
+	cursor []int
+}
+
+type mProducer struct {
+	name  string
+	inc   int64
+	state sluice.ProducerState
+	put   int64
+	seen  time.Time
+	order int
 }
 
 type mSlot struct {
@@ -71,18 +90,23 @@ type model struct {
 	dead      []*mSample
 	order     int
 	incs      map[string]int64
+	groups    map[string]*mGroup
+	producers map[string]*mProducer
 	closed    bool
+	cause     string
 	windows   []*mWindow
 	shares    [][]*mSlot
 	next      int64
 	delivered []int // first deliveries of places by rank, since the last reshape
 	targets   []string
+	minDraft  string
 }
 
 func (m *model) windowed() bool { return m.cfg.Windows != nil }
 
 func (m *model) passes(s *mSample) bool {
-	return len(m.targets) == 0 || slices.Contains(m.targets, s.ref.TargetModelVersion())
+	// The versions of these samples have one digit.
+	return (len(m.targets) == 0 || slices.Contains(m.targets, s.ref.TargetModelVersion())) && s.ref.DraftWeightVersion() >= m.minDraft
 }
 
 func remove[T comparable](list []T, x T) []T {
@@ -237,6 +261,13 @@ func (m *model) markDelivered(sl *mSlot) {
 func (m *model) lease(l sluice.Lease, c sluice.Consumer, s *mSample, sl *mSlot) *mLease {
 	x := &mLease{id: l.ID, s: s, slot: sl, consumer: c.Name, inc: c.Incarnation, rank: c.Rank, deadline: m.now.Add(m.cfg.VisibilityTimeout), state: "out"}
 	x.pad = sl != nil && sl.s != s
+	x.redelivery = s.deliveries
+	if c.Members > 1 {
+		x.verdicts = make([]sluice.Verdict, c.Members)
+		g := m.group(c)
+		g.log = append(g.log, x)
+		g.cursor[c.Member] = len(g.log)
+	}
 	m.order++
 	x.order = m.order
 	m.leases = append(m.leases, x)
@@ -249,6 +280,84 @@ func (m *model) lease(l sluice.Lease, c sluice.Consumer, s *mSample, sl *mSlot) 
 		s.deliveries++
 	}
 	return x
+}
+
+func (m *model) group(c sluice.Consumer) *mGroup {
+	if m.groups[c.Name] == nil {
+		m.groups[c.Name] = &mGroup{cursor: make([]int, c.Members)}
+	}
+	return m.groups[c.Name]
+}
+
+// behind is the next lease that others of the group were given and this member was not, or nil.
+func (m *model) behind(c sluice.Consumer) *mLease {
+	if c.Members < 2 {
+		return nil
+	}
+	if g := m.group(c); g.cursor[c.Member] < len(g.log) {
+		return g.log[g.cursor[c.Member]]
+	}
+	return nil
+}
+
+// worst is the severest of the verdicts that were given.
+func (l *mLease) worst() (worst sluice.Verdict) {
+	for _, v := range []sluice.Verdict{sluice.Ack, sluice.Return, sluice.Fail, sluice.FailPermanent} {
+		if slices.Contains(l.verdicts, v) {
+			worst = v
+		}
+	}
+	return worst
+}
+
+// says is the verdict of a member of a group; the last one ends the lease.
+func (m *model) says(l *mLease, member int, v sluice.Verdict) sluice.SettleResult {
+	if said := l.verdicts[member]; said != "" {
+		return sluice.SettleResult{Lease: l.id, Status: sluice.AlreadySettled, As: said}
+	}
+	l.verdicts[member] = v
+	if !slices.Contains(l.verdicts, "") {
+		m.endLease(l, l.worst())
+	}
+	return sluice.SettleResult{Lease: l.id, Status: sluice.Settled, As: v, Dead: l.dead}
+}
+
+// hear notes a call of a producer; false if it is stale.
+func (m *model) hear(p sluice.Producer) bool {
+	if p.Name == "" {
+		return true
+	}
+	x := m.producers[p.Name]
+	if x == nil {
+		x = &mProducer{name: p.Name, inc: -1}
+		m.producers[p.Name] = x
+	}
+	if p.Incarnation < x.inc {
+		return false
+	}
+	if p.Incarnation > x.inc {
+		x.inc, x.state = p.Incarnation, sluice.ProducerRunning
+	}
+	m.order++
+	x.seen, x.order = m.now, m.order
+	return true
+}
+
+// silent is the producer that has been silent for longest, of those that are watched.
+func (m *model) silent() (first *mProducer) {
+	for _, p := range m.producers {
+		if p.state == sluice.ProducerRunning && (first == nil || p.seen.Before(first.seen) || p.seen.Equal(first.seen) && p.order < first.order) {
+			first = p
+		}
+	}
+	return first
+}
+
+func (m *model) close(cause string) {
+	if !m.closed {
+		m.closed, m.cause = true, cause
+		m.openWindows()
+	}
 }
 
 func (m *model) toShare(sl *mSlot) { m.shares[sl.rank] = slices.Insert(m.shares[sl.rank], 0, sl) }
@@ -336,8 +445,9 @@ func (m *model) freeDead() {
 	}
 }
 
-// release returns all leases of a consumer, last to first.
+// release returns all leases of a consumer, last to first. What its members have not been given they never are.
 func (m *model) release(name string) {
+	delete(m.groups, name)
 	var mine []*mLease
 	for _, l := range m.out() {
 		if l.consumer == name {
@@ -360,11 +470,23 @@ func (m *model) advance(d time.Duration) {
 				first = l
 			}
 		}
+		if p := m.silent(); p != nil && !m.closed {
+			if lost := p.seen.Add(m.cfg.ProducerTimeout); !lost.After(end) && (first == nil || lost.Before(first.deadline)) {
+				m.now = lost
+				m.close("producer " + p.name + " lost")
+				continue
+			}
+		}
 		if first == nil {
 			break
 		}
 		m.now = first.deadline
-		m.endLease(first, "")
+		v := first.worst()
+		if v != sluice.Fail && v != sluice.FailPermanent { // a failure that one of a group reported explains more than that the others said nothing
+			v = ""
+		}
+		m.endLease(first, v)
+		m.openWindows()
 	}
 	m.now = end
 	m.openWindows()
@@ -379,7 +501,7 @@ func (m *model) ended(c sluice.Consumer) bool {
 		pending += len(m.shares[c.Rank])
 	}
 	for _, l := range m.out() {
-		if l.consumer == c.Name {
+		if l.consumer == c.Name && (l.verdicts == nil || l.verdicts[c.Member] == "") {
 			mine++
 		}
 		if !m.windowed() || l.rank == c.Rank {
@@ -398,7 +520,9 @@ type machine struct {
 	m       *model
 	n       int
 	ranks   int
+	members int // of the second consumer of each rank
 	journal bool
+	named   bool // there are producer sessions
 }
 
 var bg = context.Background()
@@ -406,7 +530,12 @@ var bg = context.Background()
 func newMachine(t *rapid.T) *machine {
 	cfg := sluice.RunConfig{
 		RunID: "r1", Schema: queuetest.Schema(), Caps: sluice.Caps{MaxBytes: 4000}, LargestSample: 100, MaxFails: 3, MaxExpiries: 3,
-		Producers: 1000, VisibilityTimeout: 30 * time.Second,
+		Producers: 1000, VisibilityTimeout: 30 * time.Second, ProducerTimeout: time.Hour,
+	}
+	named := rapid.Bool().Draw(t, "producer sessions")
+	if named {
+		cfg.Producers = rapid.SampledFrom([]int{2, 1000}).Draw(t, "producers")
+		cfg.ProducerTimeout = rapid.SampledFrom([]time.Duration{time.Minute, time.Hour}).Draw(t, "producer timeout")
 	}
 	if rapid.Bool().Draw(t, "windows") {
 		cfg.Windows = &sluice.Windows{
@@ -417,8 +546,8 @@ func newMachine(t *rapid.T) *machine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := &machine{store: queuetest.NewStore(cfg.Caps), clock: queuetest.NewClock(), journal: rapid.Bool().Draw(t, "journal")}
-	h.m = &model{cfg: cfg, now: h.clock.Now(), lists: map[string][]*mSample{}, incs: map[string]int64{}}
+	h := &machine{store: queuetest.NewStore(cfg.Caps), clock: queuetest.NewClock(), journal: rapid.Bool().Draw(t, "journal"), named: named, members: rapid.IntRange(1, 3).Draw(t, "members")}
+	h.m = &model{cfg: cfg, now: h.clock.Now(), lists: map[string][]*mSample{}, incs: map[string]int64{}, groups: map[string]*mGroup{}, producers: map[string]*mProducer{}}
 	h.shape(cfg.Windows)
 	opts := &Options{Clock: h.clock}
 	if h.journal {
@@ -441,30 +570,67 @@ func (h *machine) shape(w *sluice.Windows) {
 	h.m.delivered = make([]int, h.ranks)
 }
 
-// consumer picks one of two a rank.
+// consumer picks one of two a rank, of which the second may be a group.
 func (h *machine) consumer(t *rapid.T) sluice.Consumer {
-	r := rapid.IntRange(0, h.ranks-1).Draw(t, "rank")
-	name := fmt.Sprintf("c%d-%d-%d", h.ranks, r, rapid.IntRange(0, 1).Draw(t, "which"))
-	return sluice.Consumer{Name: name, Rank: r, Incarnation: h.m.incs[name]}
+	r, which := rapid.IntRange(0, h.ranks-1).Draw(t, "rank"), rapid.IntRange(0, 1).Draw(t, "which")
+	return h.known(t, fmt.Sprintf("c%d-%d-%d", h.ranks, r, which), r)
+}
+
+// known is the consumer of that name: any of its members, if it is a group.
+func (h *machine) known(t *rapid.T, name string, rank int) sluice.Consumer {
+	c := sluice.Consumer{Name: name, Rank: rank, Incarnation: h.m.incs[name]}
+	if strings.HasSuffix(name, "-1") && h.members > 1 {
+		c.Members, c.Member = h.members, rapid.IntRange(0, h.members-1).Draw(t, "member")
+	}
+	return c
+}
+
+// producer picks one of three sessions, as a rule in its latest incarnation, or the anonymous one.
+func (h *machine) producer(t *rapid.T) (p sluice.Producer) {
+	if !h.named || rapid.IntRange(0, 3).Draw(t, "anonymous") == 0 {
+		return p
+	}
+	p.Name = fmt.Sprint("p", rapid.IntRange(0, 2).Draw(t, "producer"))
+	if x := h.m.producers[p.Name]; x != nil {
+		p.Incarnation = max(0, x.inc+int64(rapid.SampledFrom([]int{0, 0, 0, 0, 0, 0, 1, -1}).Draw(t, "incarnation")))
+	}
+	return p
 }
 
 func (h *machine) put(t *rapid.T) {
 	h.n++
-	version := rapid.SampledFrom([]string{"0", "0", "0", "1"}).Draw(t, "version")
-	ref := queuetest.NewRef(h.store.URI(), "r1", fmt.Sprint("s", h.n), int64(rapid.IntRange(10, 100).Draw(t, "bytes")), func(f *sluice.RefFields) { f.TargetModelVersion = version })
+	version, draft := rapid.SampledFrom([]string{"0", "0", "0", "1"}).Draw(t, "version"), rapid.SampledFrom([]string{"1", "1", "1", "0", "2"}).Draw(t, "draft")
+	ref := queuetest.NewRef(h.store.URI(), "r1", fmt.Sprint("s", h.n), int64(rapid.IntRange(10, 100).Draw(t, "bytes")), func(f *sluice.RefFields) {
+		f.TargetModelVersion, f.DraftWeightVersion = version, draft
+	})
 	if h.store.Add(ref, sluice.Reservation{}) != nil {
 		return // the store is full
 	}
-	st, err := h.q.Put(bg, sluice.PutRequest{Ref: ref, Positions: []sluice.Position{{Source: "x", Index: int64(h.n)}}})
+	p := h.producer(t)
+	st, err := h.q.Put(bg, sluice.PutRequest{Ref: ref, Producer: p, Positions: []sluice.Position{{Source: "x", Index: int64(h.n)}}})
 	m := h.m
-	if m.closed {
-		if !errors.Is(err, sluice.ErrClosed) {
-			t.Fatalf("put after close: %v, %v", st, err)
+	fresh := m.hear(p)
+	x := m.producers[p.Name]
+	refused := error(nil)
+	switch {
+	case !fresh:
+		refused = sluice.ErrStale
+	case m.closed:
+		refused = sluice.ErrClosed
+	case x != nil && x.state != sluice.ProducerRunning:
+		refused = sluice.ErrConflict
+	}
+	if refused != nil {
+		if !errors.Is(err, refused) {
+			t.Fatalf("put: %v, %v, want %v", st, err, refused)
 		}
 		if err := h.store.Abort(bg, ref); err != nil {
 			t.Fatal(err)
 		}
 		return
+	}
+	if x != nil {
+		x.put++
 	}
 	s := &mSample{ref: ref, seq: len(m.samples)}
 	m.samples = append(m.samples, s)
@@ -481,12 +647,57 @@ func (h *machine) put(t *rapid.T) {
 	}
 }
 
+func (h *machine) report(t *rapid.T) {
+	p := h.producer(t)
+	if p.Name == "" {
+		t.Skip()
+	}
+	state := rapid.SampledFrom([]sluice.ProducerState{sluice.ProducerRunning, sluice.ProducerRunning, sluice.ProducerRunning, sluice.ProducerDone, sluice.ProducerDone, sluice.ProducerFailed}).Draw(t, "state")
+	err := h.q.Report(bg, sluice.ProducerReport{Producer: p, State: state, Cause: "out of memory"})
+	m := h.m
+	fresh := m.hear(p)
+	x := m.producers[p.Name]
+	refused := error(nil)
+	switch {
+	case !fresh:
+		refused = sluice.ErrStale
+	case x.state == state:
+	case state == sluice.ProducerRunning:
+		refused = sluice.ErrConflict
+	default:
+		x.state = state
+		if state == sluice.ProducerFailed {
+			m.close("out of memory")
+		}
+		done := 0
+		for _, o := range m.producers {
+			if o.state == sluice.ProducerDone {
+				done++
+			}
+		}
+		if done == len(m.producers) && done >= m.cfg.Producers {
+			m.close("")
+		}
+	}
+	if !errors.Is(err, refused) {
+		t.Fatalf("report %s of %+v: %v, want %v", state, p, err, refused)
+	}
+	m.openWindows()
+}
+
 func (h *machine) putAgain(t *rapid.T) {
 	if len(h.m.samples) == 0 {
 		t.Skip()
 	}
 	s := rapid.SampledFrom(h.m.samples).Draw(t, "sample")
-	st, err := h.q.Put(bg, sluice.PutRequest{Ref: s.ref})
+	p := h.producer(t)
+	st, err := h.q.Put(bg, sluice.PutRequest{Ref: s.ref, Producer: p})
+	if !h.m.hear(p) {
+		if !errors.Is(err, sluice.ErrStale) {
+			t.Fatalf("put again by a producer that was superseded: %v, %v", st, err)
+		}
+		return
+	}
 	want := sluice.AlreadyPut
 	switch s.state {
 	case "acked", "dropped", "tail", "gated":
@@ -522,7 +733,22 @@ func (h *machine) acquire(t *rapid.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	repeated := []sluice.LeaseID{} // that a repetition is given again
 	for _, l := range d.Leases {
+		if x := h.m.behind(c); x != nil {
+			h.m.group(c).cursor[c.Member]++
+			if l.ID != x.id || l.Ref.SampleID() != x.s.id() || l.Redelivery != x.redelivery {
+				t.Fatalf("member %d was given %s, want lease %s of %s like the others", c.Member, l.Ref.SampleID(), x.id, x.s.id())
+			}
+			if x.state == "out" {
+				repeated = append(repeated, l.ID)
+			}
+			if x.slot != nil && (l.Window == nil || l.Window.Number != x.slot.w.number || l.Window.Pad != x.pad) {
+				t.Fatalf("window %+v of what others were given, want %d, pad %v", l.Window, x.slot.w.number, x.pad)
+			}
+			continue
+		}
+		repeated = append(repeated, l.ID)
 		s, sl := h.m.take(c.Rank)
 		if s == nil && sl == nil {
 			t.Fatalf("leased %s, want nothing", l.Ref.SampleID())
@@ -555,17 +781,24 @@ func (h *machine) acquire(t *rapid.T) {
 		}
 	}
 	if len(d.Leases) < r.Max {
-		if s, sl := h.m.take(c.Rank); s != nil || sl != nil {
+		if s, sl := h.m.take(c.Rank); s != nil || sl != nil || h.m.behind(c) != nil {
 			t.Fatalf("%d leases, want more", len(d.Leases))
 		}
 	}
 	if len(d.Leases) == 0 && d.End != h.m.ended(c) {
 		t.Fatalf("end is %v, want %v", d.End, h.m.ended(c))
 	}
+	if d.End && (d.Cause == nil) != (h.m.cause == "") || d.Cause != nil && !strings.Contains(d.Cause.Error(), h.m.cause) {
+		t.Fatalf("the end has the cause %v, want %q", d.Cause, h.m.cause)
+	}
 	if r.RequestID != "" && len(d.Leases) > 0 {
 		again, err := h.q.Acquire(bg, r)
-		if err != nil || len(again.Leases) != len(d.Leases) || again.Leases[0].ID != d.Leases[0].ID {
-			t.Fatalf("the repetition: %v, %v", again, err)
+		got := []sluice.LeaseID{}
+		for _, l := range again.Leases {
+			got = append(got, l.ID)
+		}
+		if err != nil || !slices.Equal(got, repeated) {
+			t.Fatalf("the repetition: %v, %v, want %v", again, err, repeated)
 		}
 	}
 }
@@ -583,7 +816,7 @@ func (h *machine) settle(t *rapid.T) {
 			l = rapid.SampledFrom(out).Draw(t, "lease")
 		}
 		if c.Name == "" {
-			c = sluice.Consumer{Name: l.consumer, Incarnation: h.m.incs[l.consumer]}
+			c = h.known(t, l.consumer, l.rank)
 			r.Consumer = c
 		}
 		v := rapid.SampledFrom([]sluice.Verdict{sluice.Ack, sluice.Ack, sluice.Fail, sluice.Fail, sluice.Return, sluice.FailPermanent}).Draw(t, "verdict")
@@ -621,6 +854,8 @@ func (h *machine) settle(t *rapid.T) {
 		want := sluice.SettleResult{Lease: st.Lease, Status: sluice.StaleLease}
 		switch {
 		case l.consumer != c.Name || l.inc != c.Incarnation:
+		case l.state == "out" && l.verdicts != nil:
+			want = h.m.says(l, c.Member, st.Verdict)
 		case l.state == "out":
 			h.m.endLease(l, st.Verdict)
 			want.Status, want.As, want.Dead = sluice.Settled, st.Verdict, l.dead
@@ -712,7 +947,8 @@ func (h *machine) deadOps(t *rapid.T) {
 
 func (h *machine) versions(t *rapid.T) {
 	h.m.targets = rapid.SampledFrom([][]string{nil, {"0"}, {"1"}, {"0", "1"}}).Draw(t, "targets")
-	if err := h.q.SetVersions(bg, h.m.targets, ""); err != nil {
+	h.m.minDraft = rapid.SampledFrom([]string{"", "", "0", "1", "2"}).Draw(t, "least draft")
+	if err := h.q.SetVersions(bg, h.m.targets, h.m.minDraft); err != nil {
 		t.Fatal(err)
 	}
 	h.m.openWindows()
@@ -756,7 +992,7 @@ func (h *machine) close(t *rapid.T) {
 	if err := h.q.Close(bg, nil); err != nil {
 		t.Fatal(err)
 	}
-	h.m.closed = true
+	h.m.close("")
 	h.m.openWindows()
 }
 
@@ -775,6 +1011,17 @@ func (h *machine) check(t *rapid.T) {
 	if s.Pending != pending || s.Outstanding != count["leased"] || s.Dead != len(m.dead) || s.Acked != int64(count["acked"]) || s.Gated != int64(count["gated"]) ||
 		s.TailDropped != int64(count["tail"]) || s.Dropped != int64(count["dropped"]) || s.Put != int64(len(m.samples)) {
 		t.Fatalf("status %+v, want %v", s, count)
+	}
+	if s.Closed != m.closed || (s.Cause == "") != (m.cause == "") || !strings.Contains(s.Cause, m.cause) {
+		t.Fatalf("closed %v with cause %q, want %v, %q", s.Closed, s.Cause, m.closed, m.cause)
+	}
+	if len(s.Producers) != len(m.producers) {
+		t.Fatalf("producers %+v, want %d", s.Producers, len(m.producers))
+	}
+	for _, p := range s.Producers {
+		if x := m.producers[p.Name]; x == nil || p.Incarnation != x.inc || p.State != x.state || p.Put != x.put {
+			t.Fatalf("producer %+v, want %+v", p, x)
+		}
 	}
 	// Nothing is lost: every put is in exactly one state, and the states that are live hold a claim.
 	for _, x := range m.samples {
@@ -883,7 +1130,7 @@ func TestModel(t *testing.T) {
 			"put": h.put, "put 2": h.put, "put 3": h.put, "put again": h.putAgain,
 			"acquire": h.acquire, "acquire 2": h.acquire, "acquire 3": h.acquire,
 			"settle": h.settle, "settle 2": h.settle, "settle 3": h.settle,
-			"renew": h.renew, "advance": h.advance, "takeover": h.takeover, "dead": h.deadOps, "versions": h.versions, "reshape": h.reshape, "close": h.close,
+			"renew": h.renew, "advance": h.advance, "takeover": h.takeover, "report": h.report, "dead": h.deadOps, "versions": h.versions, "reshape": h.reshape, "close": h.close,
 			"": h.check,
 		})
 	})
