@@ -260,7 +260,7 @@ func (h *header) sum() uint32 {
 // allocate gives the file room, in zeros.
 func allocate(fd int, off, n int64) error {
 	err := fallocate(fd, off, n)
-	if err != unix.EOPNOTSUPP {
+	if !errors.Is(err, unix.EOPNOTSUPP) {
 		return err
 	}
 	buf := make([]byte, 64<<10)
@@ -306,7 +306,7 @@ func (s *Store) openLedger() (*ledger, error) {
 		return nil, err
 	}
 	// A ledger that was copied may have holes, and a write to one through the mapping has no way to fail but a SIGBUS.
-	if err := fallocate(fd, 0, size); err != nil && err != unix.EOPNOTSUPP {
+	if err := fallocate(fd, 0, size); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
 		_ = unix.Close(fd)
 		return nil, s.spaceError("open", s.dir, "give the ledger the blocks that it lacks", err)
 	}

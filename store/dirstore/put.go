@@ -491,7 +491,7 @@ func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error)
 		return 0, sysError("put", id, "create the scratch file", err)
 	}
 	err = s.allocate(fd, size)
-	if err == unix.ENOSPC || err == unix.EDQUOT { // once more with what can be given back
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) { // once more with what can be given back
 		_ = s.do(func(l *ledger) error {
 			l.purgeTrash(true)
 			l.purgePool(0)
@@ -499,7 +499,7 @@ func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error)
 		})
 		err = s.allocate(fd, size)
 	}
-	if err != nil && err != unix.EOPNOTSUPP {
+	if err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
 		_ = unix.Close(fd)
 		return 0, s.spaceError("put", id, fmt.Sprintf("allocate %d bytes (%s)", size, human(size)), err)
 	}
