@@ -430,10 +430,8 @@ func (j *journal) publish(ctx context.Context, kind byte, parts uint32) error {
 var errUnknown = errors.New("whether the message was stored is not known")
 
 func (j *journal) send(ctx context.Context, subject string, place uint64) error {
-	ctx, cancel := context.WithTimeout(ctx, askAgain)
+	ctx, cancel := j.line.once(ctx)
 	defer cancel()
-	stop := context.AfterFunc(j.line.ctx, cancel)
-	defer stop()
 	ack, err := j.line.js.PublishMsg(ctx, &nats.Msg{Subject: subject, Data: j.buf}, jetstream.WithExpectLastSequence(place-1), jetstream.WithRetryAttempts(0))
 	if err == nil && ack.Sequence != place {
 		return j.corrupt("append", "the server stored message %d as %d", place, ack.Sequence)
@@ -455,9 +453,9 @@ func (j *journal) look(ctx context.Context, place uint64, err error) error {
 			return why
 		}
 	}
-	lookCtx, cancel := context.WithTimeout(ctx, askAgain)
+	ctx, cancel := j.line.once(ctx)
 	defer cancel()
-	raw, lookErr := j.stream.GetMsg(lookCtx, place)
+	raw, lookErr := j.stream.GetMsg(ctx, place)
 	switch {
 	case lookErr == nil && bytes.Equal(raw.Data, j.buf):
 		return nil
@@ -467,7 +465,7 @@ func (j *journal) look(ctx context.Context, place uint64, err error) error {
 		return errors.Join(errUnknown, err, lookErr)
 	}
 	// The place is free, or was and is purged.
-	info, infoErr := j.stream.Info(lookCtx)
+	info, infoErr := j.stream.Info(ctx)
 	switch {
 	case infoErr != nil:
 		return errors.Join(errUnknown, err, infoErr)

@@ -41,6 +41,9 @@ type line struct {
 	stop  func() // of the embedded server
 
 	patience time.Duration
+	mu       sync.Mutex
+	link     context.Context // of the present connection; nobody answers what was asked over an earlier one
+	cut      context.CancelFunc
 	damaged  map[string]error // journals that the embedded server did not take up
 }
 
@@ -64,7 +67,7 @@ func (l *line) call(ctx context.Context, op, name string, ask func(ctx context.C
 		if why := l.cause(); why != nil {
 			return why
 		}
-		once, cancel := context.WithTimeout(ctx, askAgain)
+		once, cancel := l.once(ctx)
 		err := ask(once)
 		cancel()
 		if err == nil {
@@ -76,6 +79,26 @@ func (l *line) call(ctx context.Context, op, name string, ask func(ctx context.C
 		}
 		l.sleep(ctx, pause)
 	}
+}
+
+// once bounds one question.
+func (l *line) once(ctx context.Context) (context.Context, context.CancelFunc) {
+	l.mu.Lock()
+	link := l.link
+	l.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, askAgain)
+	stop := context.AfterFunc(link, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// relink ends what was asked over the connection that is lost.
+func (l *line) relink() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cut != nil {
+		l.cut()
+	}
+	l.link, l.cut = context.WithCancel(l.ctx)
 }
 
 // sleep waits for the pause, or until there is no sense in it any more.
@@ -144,6 +167,7 @@ func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
 	log := js.opts.Logger
 	l := &line{patience: js.opts.Patience}
 	l.ctx, l.end = context.WithCancelCause(context.Background())
+	l.relink()
 	options := append([]nats.Option{
 		nats.Name("sluice " + js.owner.ID),
 		nats.MaxReconnects(-1),
@@ -151,6 +175,7 @@ func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
 		nats.ReconnectWait(100 * time.Millisecond),
 		nats.ReconnectJitter(100*time.Millisecond, time.Second),
 		nats.DisconnectErrHandler(func(_ *nats.Conn, err error) {
+			l.relink()
 			if err != nil {
 				log.Warn("the connection to the journal's server is lost", "err", err)
 			}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"math"
 
 	"github.com/sluice-ml/sluice"
 )
@@ -91,7 +90,7 @@ func recordSize(r sluice.Record) int { return binary.MaxVarintLen64 + len(r.Data
 func takeRecords(b []byte, f func(sluice.Record) error) (rest []byte, err error) {
 	for len(b) > 0 {
 		n, size := binary.Uvarint(b)
-		if size < 0 || size == 0 && len(b) >= binary.MaxVarintLen64 || n>>1 > math.MaxInt32 {
+		if size < 0 || size == 0 && len(b) >= binary.MaxVarintLen64 || n>>1 > MaxRecord {
 			return b, errors.New("has a record of an impossible length")
 		}
 		if size == 0 || uint64(len(b)-size) < n>>1 {

@@ -3,6 +3,8 @@ package natsjournal_test
 import (
 	"context"
 	"fmt"
+	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -214,4 +216,102 @@ func TestWindowsSurvive(t *testing.T) {
 	if got := names(s.acquire(rank(0), 8)); got != "s4 s6 " {
 		t.Errorf("rank 0 leased %q", got)
 	}
+}
+
+// BenchmarkRestart opens a directory with 100,000 pending refs, journal and queue.
+func BenchmarkRestart(b *testing.B) {
+	const pending, putters = 100_000, 64
+	ctx := context.Background()
+	cfg := sluice.RunConfig{RunID: "r1", Schema: queuetest.Schema(), Caps: sluice.Caps{MaxBytes: 1 << 40}}
+	store := queuetest.NewStore(cfg.Caps)
+	dir := b.TempDir()
+	start := func() (*natsjournal.Journals, sluice.Journal, *queue.Queue) {
+		js, err := natsjournal.Open(ctx, dir, nil)
+		if err != nil {
+			b.Fatal(err)
+		}
+		j, err := js.Journal(ctx, "r1")
+		if err != nil {
+			b.Fatal(err)
+		}
+		q, err := queue.Open(ctx, cfg, store, &queue.Options{Journal: j})
+		if err != nil {
+			b.Fatal(err)
+		}
+		return js, j, q
+	}
+	stop := func(js *natsjournal.Journals, q *queue.Queue) {
+		q.Stop(ctx)
+		if err := js.Close(); err != nil {
+			b.Fatal(err)
+		}
+	}
+	js, _, q := start()
+	var wg sync.WaitGroup
+	for p := range putters {
+		wg.Go(func() {
+			for i := p; i < pending; i += putters {
+				ref := queuetest.NewRef(store.URI(), "r1", fmt.Sprint("s", i), 100, nil)
+				if err := store.Add(ref, sluice.Reservation{}); err != nil {
+					b.Error(err)
+				}
+				if _, err := q.Put(ctx, sluice.PutRequest{Ref: ref}); err != nil {
+					b.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	stop(js, q)
+	restart := func(b *testing.B) {
+		for range b.N {
+			js, _, q := start()
+			b.StopTimer()
+			if n := q.PendingCount(); n != pending {
+				b.Fatalf("%d pending", n)
+			}
+			var m runtime.MemStats
+			runtime.GC()
+			runtime.ReadMemStats(&m)
+			b.ReportMetric(float64(m.HeapInuse)/(1<<20), "heap-MiB")
+			stop(js, q)
+			b.StartTimer()
+		}
+	}
+	b.Run("records", restart)
+	// The same as a snapshot.
+	js, err := natsjournal.Open(ctx, dir, nil)
+	if err != nil {
+		b.Fatal(err)
+	}
+	j, err := js.Journal(ctx, "r1")
+	if err != nil {
+		b.Fatal(err)
+	}
+	var all []sluice.Record
+	if err := j.Replay(ctx, func(r sluice.Record) error { all = append(all, r); return nil }); err != nil {
+		b.Fatal(err)
+	}
+	b.Run("replay of the journal alone", func(b *testing.B) {
+		for range b.N {
+			j, err := js.Journal(ctx, "r1")
+			if err != nil {
+				b.Fatal(err)
+			}
+			if err := j.Replay(ctx, func(sluice.Record) error { return nil }); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	j, err = js.Journal(ctx, "r1")
+	if err != nil {
+		b.Fatal(err)
+	}
+	if err := j.Compact(ctx, all); err != nil {
+		b.Fatal(err)
+	}
+	if err := js.Close(); err != nil {
+		b.Fatal(err)
+	}
+	b.Run("snapshot", restart)
 }

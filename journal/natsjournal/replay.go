@@ -69,10 +69,8 @@ func (j *journal) Replay(ctx context.Context, f func(sluice.Record) error) error
 func (j *journal) next(ctx context.Context, messages jetstream.MessagesContext, seq uint64) (jetstream.Msg, error) {
 	deadline := time.Now().Add(j.js.opts.Patience)
 	for {
-		wait, cancel := context.WithTimeout(ctx, askAgain)
-		stop := context.AfterFunc(j.line.ctx, cancel)
-		msg, err := messages.Next(jetstream.NextContext(wait))
-		stop()
+		once, cancel := j.line.once(ctx)
+		msg, err := messages.Next(jetstream.NextContext(once))
 		cancel()
 		if err == nil {
 			return msg, nil
