@@ -19,7 +19,8 @@ type holdings struct {
 	uploads      map[string]*upload              // by sample id
 	arriving     map[string]*arrival
 	pins         map[sluice.HandleID]*pin
-	next         time.Time // nothing ends by itself before; zero if nothing does
+	consumers    map[consumerKey]*session // the last session in which each has acquired
+	next         time.Time                // nothing ends by itself before; zero if nothing does
 }
 
 type reservation struct {
@@ -79,6 +80,7 @@ type ended struct {
 func (h *holdings) init() {
 	h.byRequest = map[string][]sluice.Reservation{}
 	h.arriving = map[string]*arrival{}
+	h.consumers = map[consumerKey]*session{}
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
 }
 
@@ -90,6 +92,23 @@ func (h *holdings) due(t time.Time) {
 }
 
 // reserved notes a reservation, with the request that got it past the gate, or "".
+func (h *holdings) consumedBy(k consumerKey, s *session) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.consumers[k] = s // nil: whoever it is, no session's end is theirs
+}
+
+// consumerGone reports whether the end of the session is the end of the consumer.
+func (h *holdings) consumerGone(k consumerKey, s *session) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.consumers[k] != s {
+		return false
+	}
+	delete(h.consumers, k)
+	return true
+}
+
 func (h *holdings) reserved(r sluice.Reservation, s *session, expires time.Time, request string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

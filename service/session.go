@@ -24,6 +24,7 @@ type session struct {
 	runs      map[*run]struct{}
 }
 
+// consumerKey is a consumer, or a member of a replica group.
 type consumerKey struct {
 	run    *run
 	name   string
@@ -108,17 +109,18 @@ func (s *session) touches(r *run) bool {
 	return !s.ended
 }
 
-// consumes notes that a consumer acquires in the session; it is false if the session has ended.
-func (s *session) consumes(r *run, c sluice.Consumer) bool {
-	if s == nil {
-		return true
+// consumes notes that a consumer acquires in the session. From then on it is this session whose end ends the consumer, and no longer that of one that had it before: a process that was
+// started anew under the same name and incarnation must not lose its leases to the end of its predecessor.
+func (s *session) consumes(r *run, c sluice.Consumer) {
+	key := consumerKey{r, c.Name, c.Member}
+	if s != nil {
+		s.mu.Lock()
+		if !s.ended {
+			s.consumers[key] = c
+		}
+		s.mu.Unlock()
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if !s.ended {
-		s.consumers[consumerKey{r, c.Name, c.Member}] = c
-	}
-	return !s.ended
+	r.consumedBy(key, s)
 }
 
 // left notes that a consumer has left by itself.
@@ -182,6 +184,9 @@ func (s *Service) endSession(ctx context.Context, gone *session, why string) {
 		r.giveBack(ctx, r.endSession(gone), why)
 	}
 	for k, c := range gone.consumers {
+		if !k.run.consumerGone(k, gone) {
+			continue
+		}
 		if err := k.run.enter(); err != nil {
 			continue // its leases run out by themselves
 		}

@@ -171,3 +171,30 @@ func TestAWaitEndsWithItsSession(t *testing.T) {
 		t.Errorf("status %+v", st)
 	}
 }
+
+func TestAConsumerThatWasStartedAnewOutlivesTheSessionOfItsPredecessor(t *testing.T) {
+	t.Parallel()
+	b, clock := clocked(t, Options{})
+	b.create("r1")
+	old := newID()
+	cut := b.hold(old)
+	b.takeAll(old)
+	cut() // the process was killed; another one goes on under its name, before that is noticed
+	s := b.s.sessions.byID[old]
+	b.poll("the break is noticed", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return s.held == 0 })
+	fresh := newID()
+	hold := b.hold(fresh)
+	defer hold()
+	b.put("r1", "late")
+	d := b.acquire("r1", 1, fresh)
+	if len(d.Leases) != 1 {
+		t.Fatalf("%+v", d)
+	}
+	clock.Advance(6 * time.Second)
+	if _, there := b.s.sessions.byID[old]; there {
+		t.Fatal("the old session goes on")
+	}
+	if got := b.settle("r1", sluice.Ack, d.Leases...); got[0].Status != sluice.Settled {
+		t.Errorf("the successor's ack is %s: its lease went with the predecessor's session", got[0].Status)
+	}
+}
