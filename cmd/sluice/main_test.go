@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -31,7 +32,7 @@ func TestScripts(t *testing.T) {
 			if cond == "root" {
 				return os.Geteuid() == 0, nil
 			}
-			return false, nil
+			return false, fmt.Errorf("there is no condition %q", cond) // a misspelt one must not skip a script in silence
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
 			"lastline": lastLine, "await": await, "endpoint": endpoint, "nosecrets": noSecrets,

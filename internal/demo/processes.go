@@ -139,12 +139,25 @@ func (s *session) processes(ctx context.Context, place job) (result *Result, err
 	}
 	consumed := s.watch(lasting, children.Wait)
 	seconds := time.Since(s.start).Seconds()
-	_, err = s.store.GC(lasting) // what a killed process held
+	err = s.afterKills(lasting)
 	if s.kills = killer.kills.Load(); o.Kill && s.kills == 0 && produced == nil && consumed == nil {
 		consumed = &sluice.Error{Kind: sluice.Invalid, Op: "demo", Subject: "--kill", Detail: "the prompts were over before a consumer could be killed in its second step", Hint: "give more prompts, or a smaller --batch"}
 	}
 	result, ferr := s.finish(ctx, produced, consumed, seconds)
 	return result, errors.Join(ferr, err)
+}
+
+// afterKills sees to what a killed process held: GC ends a session whose process is gone, and a service does so by itself when its connection has been gone for a moment.
+func (s *session) afterKills(ctx context.Context) error {
+	for until := time.Now().Add(patience); ; {
+		if _, err := s.store.GC(ctx); err != nil {
+			return err
+		}
+		if !s.o.Service || !s.o.Kill || s.store.Health().ResidentBytes == 0 || time.Now().After(until) {
+			return nil
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
 }
 
 // killer kills one consumer.

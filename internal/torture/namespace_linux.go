@@ -65,6 +65,7 @@ func Isolated(ctx context.Context, args []string, stdout, stderr io.Writer) (sta
 		return 0, false, err
 	}
 	cmd := exec.CommandContext(ctx, exe, args...)
+	cmd.Args[0] = os.Args[0]
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, stdout, stderr
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) }
 	isolate(cmd)

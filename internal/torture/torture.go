@@ -103,6 +103,7 @@ func (r *rack) start(name string, args ...string) (*process, error) {
 		return nil, err
 	}
 	cmd := exec.Command(r.exe, args...)
+	cmd.Args[0] = os.Args[0]
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), wire.EnvState+"="+r.state(), wire.EnvURL+"=", wire.EnvTokenFile+"=")
 	dieWithParent(cmd)
