@@ -26,7 +26,10 @@ type medium struct {
 	maps  bool // private mappings of locked files are known to behave
 	// keepFD says that a mapping does not keep the lock of the descriptor it was made from, as on overlay, whose mappings belong to the file below.
 	keepFD bool
-	total  int64
+	// ahead says that the file of a put gets its blocks before it is written, so that the write finds no full disk and one run of blocks. On tmpfs that would
+	// only be another visit to every page.
+	ahead bool
+	total int64
 }
 
 var mappable = map[int64]string{unix.TMPFS_MAGIC: "tmpfs", unix.EXT4_SUPER_MAGIC: "ext4", unix.XFS_SUPER_MAGIC: "xfs", unix.BTRFS_SUPER_MAGIC: "btrfs", unix.OVERLAYFS_SUPER_MAGIC: "overlay"}
@@ -60,7 +63,7 @@ func (s *Store) inspectMedium() error {
 	if err != nil {
 		return err
 	}
-	m.maps, m.keepFD = ok, !kept
+	m.maps, m.keepFD, m.ahead = ok, !kept, !m.tmpfs
 	s.medium = m
 	if !ok {
 		s.log.Warn("dirstore: samples are read instead of mapped, since nothing is known of mappings on this file system", "dir", s.dir, "type", name)

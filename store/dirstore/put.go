@@ -177,8 +177,13 @@ func (s *Store) Put(ctx context.Context, sample *sluice.Sample, r sluice.Reserva
 	}
 	id, size := ref.SampleID(), layout.Size()
 	return s.put(ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
-		return s.writeScratch(id, p, size, func(f *os.File) error {
-			if err := layout.WriteFile(f, 0, sample.Features); err != nil {
+		return s.writeScratch(id, p, size, s.medium.ahead, func(f *os.File) error {
+			err := layout.WriteFile(f, 0, sample.Features)
+			if isFull(err) {
+				s.giveBack()
+				err = layout.WriteFile(f, 0, sample.Features)
+			}
+			if err != nil {
 				return s.writeError(id, size, err)
 			}
 			return nil
@@ -384,9 +389,9 @@ func (l *ledger) publish(p staged, ino uint64) error {
 	return nil
 }
 
-// writeScratch opens the scratch file with its room and has it written.
-func (s *Store) writeScratch(id string, p staged, size int64, write func(f *os.File) error) (f *os.File, err error) {
-	fd, err := s.scratchFile(id, p, size)
+// writeScratch opens the scratch file, with its room if it is to have that ahead, and has it written.
+func (s *Store) writeScratch(id string, p staged, size int64, ahead bool, write func(f *os.File) error) (f *os.File, err error) {
+	fd, err := s.scratchFile(id, p, size, ahead)
 	if err != nil {
 		return nil, err
 	}
@@ -406,8 +411,8 @@ func (s *Store) writeScratch(id string, p staged, size int64, write func(f *os.F
 }
 
 func (s *Store) writeError(id string, size int64, err error) error {
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
-		return s.spaceError("put", id, fmt.Sprintf("write %d bytes", size), err)
+	if isFull(err) {
+		return s.spaceError("put", id, fmt.Sprintf("write %d bytes (%s)", size, human(size)), err)
 	}
 	kind := sluice.KindOf(err)
 	if kind == "" {
@@ -476,8 +481,9 @@ func (s *Store) sync(fd int) error {
 	}
 }
 
-// scratchFile opens the put's scratch file with room for size bytes: one from the pool if it has one that nobody can have mapped, or a fresh one.
-func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error) {
+// scratchFile opens the put's scratch file for size bytes: one from the pool if it has one that nobody can have mapped, or a fresh one, which gets its room at once if ahead
+// is set and the file system can do that.
+func (s *Store) scratchFile(id string, p staged, size int64, ahead bool) (fd int, err error) {
 	if p.recycled {
 		if fd, ok := s.recycle(p.scratch, size); ok {
 			return fd, nil
@@ -490,14 +496,13 @@ func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error)
 	if err != nil {
 		return 0, sysError("put", id, "create the scratch file", err)
 	}
-	err = s.allocate(fd, size)
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) { // once more with what can be given back
-		_ = s.do(func(l *ledger) error {
-			l.purgeTrash(true)
-			l.purgePool(0)
-			return nil
-		})
-		err = s.allocate(fd, size)
+	if !ahead {
+		return fd, nil
+	}
+	err = fallocate(fd, 0, size)
+	if isFull(err) {
+		s.giveBack()
+		err = fallocate(fd, 0, size)
 	}
 	if err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
 		_ = unix.Close(fd)
@@ -506,12 +511,13 @@ func (s *Store) scratchFile(id string, p staged, size int64) (fd int, err error)
 	return fd, nil
 }
 
-// allocate gives a scratch file its room, where the file system can do so ahead of the writes.
-func (s *Store) allocate(fd int, size int64) error {
-	if s.hooks.noFallocate {
-		return unix.EOPNOTSUPP
-	}
-	return fallocate(fd, 0, size)
+// giveBack frees what no sample needs, for a put that has found the medium full.
+func (s *Store) giveBack() {
+	_ = s.do(func(l *ledger) error {
+		l.purgeTrash(true)
+		l.purgePool(0)
+		return nil
+	})
 }
 
 // recycle opens the pooled file under an exclusive lock, cut to size; ok is false if it must not be written to. The lock fails while any process has the file mapped,

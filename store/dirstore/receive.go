@@ -97,7 +97,8 @@ func (s *Store) receive(ctx context.Context, b *stream, h *safetensors.Header, r
 	}
 	size := layout.Size()
 	return s.put(ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
-		return s.writeScratch(id, p, size, func(f *os.File) error {
+		const ahead = true // what comes can't be asked for once more
+		return s.writeScratch(id, p, size, ahead, func(f *os.File) error {
 			b.summing = in.Checksum != nil
 			sums, err := b.copyData(s, f, h, layout, said != nil || layout.Checksummed())
 			if err != nil {

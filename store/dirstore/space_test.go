@@ -101,12 +101,10 @@ type shelf struct {
 	refs []sluice.Ref
 }
 
-func newShelf(t *testing.T, h hooks) *shelf {
+func newShelf(t *testing.T) *shelf {
 	t.Helper()
 	mnt := smallTmpfs(t, "size=64m")
-	s, err := open(filepath.Join(mnt, "s"), &Options{Caps: sluice.Caps{MaxSamples: 100_000}}, h)
-	must(t, err)
-	t.Cleanup(func() { must(t, s.Close()) })
+	s := mustOpen(t, filepath.Join(mnt, "s"), &Options{Caps: sluice.Caps{MaxSamples: 100_000}})
 	x := &shelf{s, mnt, nil}
 	for i := range 3 {
 		ref := mustPut(t, s, fmt.Sprint("kept-", i), byte(i), 1_000_000)
@@ -156,7 +154,7 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 		mustPut(t, mustOpen(t, dir, someCaps), "a", 1, 100)
 	})
 	t.Run("a ledger with holes", func(t *testing.T) {
-		x := newShelf(t, hooks{})
+		x := newShelf(t)
 		must(t, x.Close())
 		path := filepath.Join(x.dir, ledgerName)
 		data, err := os.ReadFile(path)
@@ -182,7 +180,7 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 		x.wantWhole(t, "opened, and full after that")
 	})
 	t.Run("at reservation", func(t *testing.T) {
-		x := newShelf(t, hooks{})
+		x := newShelf(t)
 		letGo := hog(t, x.mnt, 1<<20)
 		for what, err := range map[string]error{
 			"Reserve": func() error { _, err := x.Reserve(t.Context(), 2_000_000); return err }(),
@@ -203,24 +201,25 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 	})
 	// The room goes at one point of a put; before it has its blocks, that is refused, and behind that it does not matter.
 	for _, tc := range []struct {
-		point       string
-		noFallocate bool
-		leave       int64
-		want        string // what it could not do
+		point string
+		ahead bool
+		leave int64
+		want  string // what it could not do
 	}{
-		{"staged", false, 0, "can't allocate 30"},
-		{"staged", false, 1 << 20, "can't allocate 30"},
-		{"staged", true, 0, "can't write 30"},
-		{"created", true, 1 << 20, "can't write 30"},
-		{"created", false, 0, ""},
-		{"written", true, 0, ""},
+		{"staged", true, 0, "can't allocate 30"},
+		{"staged", true, 1 << 20, "can't allocate 30"},
+		{"staged", false, 0, "can't write 30"},
+		{"created", false, 1 << 20, "can't write 30"},
+		{"created", true, 0, ""},
+		{"written", false, 0, ""},
 		{"named", false, 0, ""},
 		{"linked", false, 0, ""},
 		{"published", false, 0, ""},
 	} {
-		t.Run(fmt.Sprintf("in a put that is %s, %d left, fallocate %v", tc.point, tc.leave, !tc.noFallocate), func(t *testing.T) {
+		t.Run(fmt.Sprintf("in a put that is %s, %d left, allocating ahead %v", tc.point, tc.leave, tc.ahead), func(t *testing.T) {
 			const n = 3_000_000
-			x := newShelf(t, hooks{noFallocate: tc.noFallocate})
+			x := newShelf(t)
+			x.medium.ahead = tc.ahead
 			r, err := x.Reserve(t.Context(), n)
 			must(t, err)
 			before := x.Health()
@@ -249,21 +248,37 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 			x.wantWhole(t, "at the end")
 		})
 	}
-	t.Run("the pool is given back first", func(t *testing.T) {
-		x := newShelf(t, hooks{})
-		must(t, x.Abort(t.Context(), mustPut(t, x.Store, "pooled", 7, 3_000_000)))
-		r, err := x.Reserve(t.Context(), 4_000_000)
-		must(t, err)
-		hog(t, x.mnt, 2_000_000)
-		if x.Health().PoolBytes < 3_000_000 {
-			t.Fatal("nothing is in the pool")
-		}
-		_, err = x.Put(t.Context(), sampleOf("a", 9, 4_000_000), r)
-		must(t, err)
-		x.wantWhole(t, "at the end")
-	})
+	for _, ahead := range []bool{true, false} {
+		t.Run(fmt.Sprintf("the pool is given back first, allocating ahead %v", ahead), func(t *testing.T) {
+			x := newShelf(t)
+			x.medium.ahead = ahead
+			must(t, x.Abort(t.Context(), mustPut(t, x.Store, "pooled", 7, 3_000_000)))
+			r, err := x.Reserve(t.Context(), 4_000_000)
+			must(t, err)
+			x.hooks.at = func(point string) {
+				if point != "staged" {
+					return
+				}
+				hog(t, x.mnt, 2_000_000)
+				if x.Health().PoolBytes < 3_000_000 {
+					t.Error("nothing is in the pool")
+				}
+			}
+			ref, err := x.Put(t.Context(), sampleOf("a", 9, 4_000_000), r)
+			must(t, err)
+			if h := x.Health(); h.PoolBytes != 0 {
+				t.Errorf("%+v", h)
+			}
+			ts := mustGet(t, x.Store, ref)
+			if !bytes.Equal(ts.Features[0].Data, pattern(9, 4_000_000)) {
+				t.Error("it has other bytes")
+			}
+			must(t, ts.Release(t.Context()))
+			x.wantWhole(t, "at the end")
+		})
+	}
 	t.Run("the ledger cannot grow for samples", func(t *testing.T) {
-		x := newShelf(t, hooks{})
+		x := newShelf(t)
 		letGo := hog(t, x.mnt, 0)
 		var room []sluice.Reservation
 		var err error
@@ -287,7 +302,7 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 		x.wantWhole(t, "with room again")
 	})
 	t.Run("the ledger cannot grow for handles", func(t *testing.T) {
-		x := newShelf(t, hooks{})
+		x := newShelf(t)
 		letGo := hog(t, x.mnt, 0)
 		var open []*sluice.Tensors
 		var err error
@@ -309,7 +324,7 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 		x.wantWhole(t, "with room again")
 	})
 	t.Run("what gives back needs none", func(t *testing.T) {
-		x := newShelf(t, hooks{})
+		x := newShelf(t)
 		loose := mustPut(t, x.Store, "loose", 8, 500_000)
 		r, err := x.Reserve(t.Context(), 100)
 		must(t, err)

@@ -78,8 +78,6 @@ type hooks struct {
 	room    func() int64
 	// forceReuse recycles files that are mapped, against what the ledger says; noLocks takes no lock on samples. They show what either is for.
 	forceReuse, noLocks bool
-	// noFallocate plays a file system that can't give a file its room ahead of the writes.
-	noFallocate bool
 	// sync is called instead of fsync.
 	sync func(fd int) error
 	// at is called at named points of a put.
@@ -458,7 +456,7 @@ func fail(kind sluice.Kind, op, subject, format string, args ...any) error {
 func sysError(op, subject, what string, err error) error {
 	e := &sluice.Error{Kind: sluice.Unavailable, Op: "dirstore: " + op, Subject: subject, Detail: "can't " + what, Err: err}
 	switch {
-	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+	case isFull(err):
 		e.Kind, e.Hint = sluice.NoSpace, "free room on the file system, or inodes (df -i)"
 	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.EROFS):
 		e.Kind = sluice.Denied
@@ -474,10 +472,12 @@ func sysError(op, subject, what string, err error) error {
 	return e
 }
 
+func isFull(err error) bool { return errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) }
+
 // spaceError wraps a failed system call that was to give a file its room.
 func (s *Store) spaceError(op, subject, what string, err error) error {
 	kind := sluice.NoSpace
-	if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) {
+	if !isFull(err) {
 		kind = sluice.Unavailable
 	}
 	return &sluice.Error{Kind: kind, Op: "dirstore: " + op, Subject: subject, Detail: "can't " + what, Err: err, Hint: "free room there, or " + s.moreRoom()}
