@@ -27,9 +27,17 @@ type wedgeWatch struct {
 	samples  int64
 }
 
-// watchWedge starts looking when both sides wait. It costs nothing otherwise.
+// mayWedge reports whether those who wait may wait for each other: producers for room, or, when nothing more is put, consumers for the windows of others.
+func (q *Queue) mayWedge() bool {
+	if q.closed {
+		return q.windows.on
+	}
+	return q.reserving > 0
+}
+
+// watchWedge starts looking when they do. It costs nothing otherwise.
 func (q *Queue) watchWedge() {
-	if q.wedge.checkAt == never && q.reserving > 0 && !q.closed && (q.waitSum.n > 0 || q.now < q.wedge.hungry) {
+	if q.wedge.checkAt == never && q.mayWedge() && (q.waitSum.n > 0 || q.now < q.wedge.hungry) {
 		q.wedge.checkAt = q.now + int64(wedgeLook)
 		q.wedge.since = never
 		if q.holdersWait() && !q.deliverable() {
@@ -98,7 +106,7 @@ func (q *Queue) holdersWait() bool {
 func (q *Queue) checkWedge() {
 	w := &q.wedge
 	w.checkAt = never
-	if q.closed || q.reserving == 0 || !q.anyoneHungry() {
+	if !q.mayWedge() || !q.anyoneHungry() {
 		w.since = never
 		return
 	}
@@ -109,16 +117,20 @@ func (q *Queue) checkWedge() {
 		w.progress = q.now // somebody gives room back, if not enough yet
 	}
 	w.bytes, w.samples = h.UsedBytes(), h.UsedSamples()
+	stuck := head.Waiting > 0
+	if q.closed {
+		stuck = q.expiry.n > 0 // room is no matter any more, but what is held keeps its window open
+	}
 	switch {
-	case head.Waiting == 0 || !q.holdersWait() || q.deliverable():
+	case !stuck || !q.holdersWait() || q.deliverable():
 		w.since = never
 		return
-	case h.Fits(head.HeadBytes):
+	case !q.closed && h.Fits(head.HeadBytes):
 		// Not for long: the gate was told that someone starves. If it has not heard of room that became free, it hears of it now.
 		w.since = never
 		go q.gate.Poke()
 		return
-	case h.ReservedSamples > 0 && q.someoneProduces():
+	case !q.closed && h.ReservedSamples > 0 && q.someoneProduces():
 		w.since = never
 		return
 	case w.since == never:
@@ -156,7 +168,11 @@ func (q *Queue) someoneProduces() bool {
 // wedgeText says who waits for whom, with the numbers.
 func (q *Queue) wedgeText(h sluice.Health, head sluice.GateState) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%d producers wait for room (the first for %d bytes) and %d consumers for samples, and nothing can move: ", head.Waiting, head.HeadBytes, max(q.waitSum.n, 1))
+	if q.closed {
+		fmt.Fprintf(&b, "nothing more is put, %d consumers wait for samples of the next window, and nothing can move: ", max(q.waitSum.n, 1))
+	} else {
+		fmt.Fprintf(&b, "%d producers wait for room (the first for %d bytes) and %d consumers for samples, and nothing can move: ", head.Waiting, head.HeadBytes, max(q.waitSum.n, 1))
+	}
 	if h.Caps.MaxBytes > 0 {
 		fmt.Fprintf(&b, "%d of %d bytes", h.UsedBytes(), h.Caps.MaxBytes)
 	}

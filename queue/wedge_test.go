@@ -2,6 +2,7 @@ package queue
 
 import (
 	"errors"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -112,4 +113,44 @@ func TestDeadLettersKeepToTheirShareOfBothCaps(t *testing.T) {
 	if h := f.store.Health(); h.DeadSamples != 2 {
 		t.Errorf("the dead letters hold %d of 20 samples, want at most a tenth", h.DeadSamples)
 	}
+}
+
+// Whoever holds the places of one window and waits for the next waits for itself. While there are producers, they wait too; when they are through, it is a wedge all the same.
+func TestAWedgeBehindTheLastPut(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, func(c *sluice.RunConfig) {
+			c.VisibilityTimeout, c.LargestSample, c.Windows = time.Hour, 100, &sluice.Windows{Ranks: 2, PerRank: 1}
+		}, nil)
+		f.put(4)
+		if err := f.q.Close(bg, nil); err != nil {
+			t.Fatal(err)
+		}
+		zero, one := sluice.Consumer{Name: "zero"}, sluice.Consumer{Name: "one", Rank: 1}
+		ls := f.acquire(zero, 1)
+		ch := f.wait(zero)
+		time.Sleep(10 * time.Minute) // rank 1 is still starting up
+		held := f.acquire(one, 1)
+		time.Sleep(10 * time.Minute) // and then at work
+		synctest.Wait()
+		if s, _ := f.q.Status(bg); len(ch) > 0 || s.Wedged != "" {
+			t.Fatalf("reported while rank 1 could ack: %s", s.Wedged)
+		}
+		start := time.Now()
+		other := f.wait(one)
+		err := <-other
+		if !errors.Is(err, sluice.ErrWedged) || !errors.Is(<-ch, sluice.ErrWedged) || time.Since(start) > 5*time.Second {
+			t.Fatalf("%v after %v", err, time.Since(start))
+		}
+		for _, want := range []string{"2 consumers wait", "2 samples are pending", "consumer one holds 1 leases of 100 bytes while it waits", "consumer zero holds 1 leases"} {
+			if s, _ := f.q.Status(bg); !strings.Contains(err.Error(), want) || !strings.Contains(s.Wedged, want) {
+				t.Errorf("%q, status %q; want %q", err, s.Wedged, want)
+			}
+		}
+		f.settle(zero, sluice.Ack, ls...)
+		f.settle(one, sluice.Ack, held...)
+		if s, _ := f.q.Status(bg); s.Wedged != "" || len(f.acquire(zero, 1)) != 1 || len(f.acquire(one, 1)) != 1 {
+			t.Errorf("it does not go on: %+v", s)
+		}
+		f.q.Stop(bg)
+	})
 }
