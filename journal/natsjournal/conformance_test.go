@@ -107,7 +107,7 @@ func startServer(t testing.TB, edit func(*server.Options)) *server.Server {
 
 func TestConformanceElsewhere(t *testing.T) {
 	t.Parallel()
-	srv := startServer(t, nil)
+	srv := startServer(t, func(o *server.Options) { o.MaxPayload = 64 << 10 }) // smaller messages than ours
 	var n atomic.Int64
 	journaltest.Run(t, journaltest.Harness{MaxRecord: MaxRecord, Fences: true, New: func(t testing.TB) journaltest.Place {
 		prefix := fmt.Sprint("p", n.Add(1))

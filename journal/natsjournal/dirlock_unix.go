@@ -26,15 +26,17 @@ func lockDir(dir string, me Owner) (*dirLock, error) {
 		return nil, dirError(err, path, "can't be opened")
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		defer f.Close()
 		if !errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, dirError(err, path, "can't be locked")
+			return nil, errors.Join(dirError(err, path, "can't be locked"), f.Close())
 		}
 		var other Owner
-		if data, err := io.ReadAll(io.LimitReader(f, 4096)); err != nil || json.Unmarshal(data, &other) != nil {
+		data, err := io.ReadAll(io.LimitReader(f, 4096))
+		if err != nil || json.Unmarshal(data, &other) != nil {
 			other = Owner{} // it has not yet written its name
 		}
-		return nil, &sluice.Error{Kind: sluice.Conflict, Op: "natsjournal: open", Subject: dir, Detail: "is owned by " + other.String(), Hint: "stop it, or choose another directory"}
+		refusal := fail(sluice.Conflict, "open", dir, "is owned by %v", other)
+		refusal.Hint = "stop it, or choose another directory"
+		return nil, errors.Join(refusal, f.Close())
 	}
 	data, err := json.Marshal(me)
 	if err == nil {
@@ -44,21 +46,9 @@ func lockDir(dir string, me Owner) (*dirLock, error) {
 		_, err = f.WriteAt(append(data, '\n'), 0)
 	}
 	if err != nil {
-		f.Close()
-		return nil, dirError(err, path, "can't be written")
+		return nil, errors.Join(dirError(err, path, "can't be written"), f.Close())
 	}
 	return &dirLock{f}, nil
-}
-
-func dirError(err error, path, detail string) error {
-	kind := sluice.Unavailable
-	switch {
-	case noSpace(err):
-		kind = sluice.NoSpace
-	case errors.Is(err, os.ErrPermission):
-		kind = sluice.Denied
-	}
-	return failBy(err, kind, "open", path, "%s", detail)
 }
 
 // release empties the file, which stays: taking it away would let two processes lock two files of one name.

@@ -112,6 +112,17 @@ func (js *Journals) streamDir(name string) string {
 	return filepath.Join(js.dir, "jetstream", "$G", "streams", js.stream(name))
 }
 
+func dirError(err error, path, detail string) error {
+	kind := sluice.Unavailable
+	switch {
+	case noSpace(err):
+		kind = sluice.NoSpace
+	case errors.Is(err, os.ErrPermission):
+		kind = sluice.Denied
+	}
+	return failBy(err, kind, "open", path, "%s", detail)
+}
+
 func noSpace(err error) bool {
 	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
 }

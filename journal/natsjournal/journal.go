@@ -271,7 +271,8 @@ func (j *journal) refusal(op string) error {
 	return j.line.cause()
 }
 
-// Compact implements [sluice.Journal]. Appends may go on meanwhile; they come behind the snapshot.
+// Compact implements [sluice.Journal]. Appends may go on meanwhile; they come behind the snapshot. The snapshot must stay as it is until Compact has returned nil or the
+// journal is closed.
 func (j *journal) Compact(ctx context.Context, snapshot []sluice.Record) error {
 	for i := range snapshot {
 		if n := len(snapshot[i].Data); n > MaxRecord {
@@ -494,11 +495,13 @@ func (j *journal) Close() error {
 	j.mu.Unlock()
 	j.settle()
 	j.js.forget(j)
-	err := j.acked.close()
-	if was == nil && j.broken != nil { // nobody heard of it yet
-		return errors.Join(j.broken, err)
+	j.mu.Lock()
+	err := j.broken
+	j.mu.Unlock()
+	if was != nil {
+		err = nil // they have heard of it
 	}
-	return err
+	return errors.Join(err, j.acked.close())
 }
 
 // settle waits until nothing is being written.

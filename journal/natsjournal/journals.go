@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"slices"
 	"strings"
@@ -300,11 +299,14 @@ func (js *Journals) Journal(ctx context.Context, name string) (sluice.Journal, e
 		return nil, err
 	}
 	js.mu.Lock()
-	defer js.mu.Unlock()
-	if js.closed {
-		return nil, fail(sluice.Closed, "open", name, "the journals are closed")
+	closed := js.closed
+	if !closed {
+		js.open[name] = j
 	}
-	js.open[name] = j
+	js.mu.Unlock()
+	if closed {
+		return nil, errors.Join(fail(sluice.Closed, "open", name, "the journals are closed"), j.Close())
+	}
 	return j, nil
 }
 
@@ -422,7 +424,6 @@ func (l *line) explain(err error, op, name string) error {
 	}
 	kind, detail := sluice.Unavailable, "the server does not answer"
 	var api *jetstream.APIError
-	var netErr net.Error
 	switch {
 	case errors.As(err, &api):
 		detail = "the server refuses"
@@ -434,7 +435,6 @@ func (l *line) explain(err error, op, name string) error {
 		}
 	case errors.Is(err, nats.ErrPermissionViolation), errors.Is(err, nats.ErrAuthorization):
 		kind, detail = sluice.Denied, "the server refuses"
-	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded), errors.As(err, &netErr):
 	}
 	return failBy(err, kind, op, name, "%s", detail)
 }

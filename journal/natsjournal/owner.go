@@ -55,6 +55,7 @@ type holder struct {
 	stream jetstream.Stream
 	me     tenure
 	seq    uint64 // of the last record
+	fenced bool   // no earlier owner can write any more
 }
 
 // own takes the prefix and starts to renew.
@@ -84,19 +85,19 @@ func (js *Journals) own(ctx context.Context, l *line) error {
 		<-done
 		h.release()
 	})
-	if !abrupt {
-		return nil
-	}
-	// The owner before may only be asleep: its places in all journals are taken before anything is read.
-	names, err := js.list(ctx, l)
-	if err != nil {
-		return err
-	}
-	for _, name := range names {
-		if err := newJournal(js, l, name).claim(ctx); err != nil && !errors.Is(err, sluice.ErrCorrupt) {
-			return err // a damaged one is reported to whoever opens it
+	if abrupt {
+		// The owner before may only be asleep: its places in all journals are taken before anything is read.
+		names, err := js.list(ctx, l)
+		if err != nil {
+			return err
+		}
+		for _, name := range names {
+			if err := newJournal(js, l, name).claim(ctx); err != nil && !errors.Is(err, sluice.ErrCorrupt) {
+				return err // a damaged one is reported to whoever opens it
+			}
 		}
 	}
+	h.fenced = true
 	return nil
 }
 
@@ -135,7 +136,7 @@ func (h *holder) take(ctx context.Context) (abrupt bool, err error) {
 				}
 				continue
 			}
-			h.js.opts.Logger.Warn("taking over from an owner that fell silent", "prefix", prefix, "owner", last.Owner.String())
+			h.js.opts.Logger.Warn("taking over from an owner that fell silent", "prefix", prefix, "owner", last.String())
 		}
 		switch err := h.put(ctx, m.Sequence); {
 		case err == nil:
@@ -203,8 +204,9 @@ func (h *holder) renew(stop <-chan struct{}) {
 	}
 }
 
+// release gives the prefix up, unless it is another's by now, or an earlier owner may still write: the next one must fence that off then.
 func (h *holder) release() {
-	if errors.Is(context.Cause(h.line.ctx), sluice.ErrStale) {
+	if !h.fenced || errors.Is(context.Cause(h.line.ctx), sluice.ErrStale) {
 		return
 	}
 	h.me.Released = true

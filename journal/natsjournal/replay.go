@@ -26,7 +26,7 @@ func (j *journal) Replay(ctx context.Context, f func(sluice.Record) error) error
 	if err != nil {
 		return err
 	}
-	consumer, err := j.stream.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: j.begin})
+	consumer, err := j.stream.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: j.begin, InactiveThreshold: j.js.opts.Patience})
 	if err != nil {
 		return j.line.explain(err, "replay", j.name)
 	}
