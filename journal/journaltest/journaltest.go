@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -205,11 +206,7 @@ func lazyRecord(format string, args ...any) sluice.Record {
 // filler returns n bytes that differ from place to place and by seed.
 func filler(seed, n int) []byte {
 	b := make([]byte, n)
-	x := uint64(seed)*2654435761 + 1
-	for i := range b {
-		x = x*6364136223846793005 + 1442695040888963407
-		b[i] = byte(x >> 56)
-	}
+	_, _ = rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)}).Read(b) // it never fails
 	return b
 }
 

@@ -222,7 +222,7 @@ func TestTheSuiteFindsFaults(t *testing.T) {
 	} {
 		t.Run(strings.ReplaceAll(fault, " ", "_"), func(t *testing.T) {
 			t.Parallel()
-			cmd := exec.Command(os.Args[0], "-test.run=^TestMemory$", "-rapid.nofailfile", "-rapid.shrinktime=0")
+			cmd := exec.Command(os.Args[0], "-test.run=^TestMemory$", "-rapid.nofailfile", "-rapid.checks=20", "-rapid.shrinktime=0")
 			cmd.Env = append(os.Environ(), faultEnv+"="+fault)
 			out, err := cmd.CombinedOutput()
 			var exit *exec.ExitError

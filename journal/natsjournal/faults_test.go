@@ -318,6 +318,14 @@ func TestATokenThatIsWrongIsDenied(t *testing.T) {
 	js.Close()
 }
 
+func TestReplicasNeedACluster(t *testing.T) {
+	t.Parallel()
+	srv := startServer(t, nil)
+	if _, err := Connect(t.Context(), srv.ClientURL(), &Options{Replicas: 3}); !errors.Is(err, sluice.ErrInvalid) {
+		t.Errorf("three replicas on one server: %v, want invalid", err)
+	}
+}
+
 func TestAnAccountThatIsFullIsNoSpace(t *testing.T) {
 	t.Parallel()
 	srv := startServer(t, func(o *server.Options) { o.JetStreamMaxStore = 3 << 20 })

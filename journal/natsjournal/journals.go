@@ -427,10 +427,10 @@ func (l *line) explain(err error, op, name string) error {
 	switch {
 	case errors.As(err, &api):
 		detail = "the server refuses"
-		switch api.ErrorCode {
-		case codeResources, codeAccountResources, codeStorage:
+		switch {
+		case api.ErrorCode == codeResources, api.ErrorCode == codeAccountResources, api.ErrorCode == codeStorage:
 			kind = sluice.NoSpace
-		case jetstream.JSErrCodeStreamMessageExceedsMaximum:
+		case api.Code == 400 && api.ErrorCode != codePeers: // the settings don't suit it
 			kind = sluice.Invalid
 		}
 	case errors.Is(err, nats.ErrPermissionViolation), errors.Is(err, nats.ErrAuthorization):
@@ -442,6 +442,7 @@ func (l *line) explain(err error, op, name string) error {
 // Codes of the server that nats.go does not name.
 const (
 	codeAccountResources jetstream.ErrorCode = 10002
+	codePeers            jetstream.ErrorCode = 10005 // too few servers of a cluster are there yet
 	codeResources        jetstream.ErrorCode = 10023
 	codeStorage          jetstream.ErrorCode = 10047
 )

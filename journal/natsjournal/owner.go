@@ -60,15 +60,18 @@ type holder struct {
 
 // own takes the prefix and starts to renew.
 func (js *Journals) own(ctx context.Context, l *line) error {
-	stream, err := l.js.CreateStream(ctx, jetstream.StreamConfig{
-		Name: js.opts.Prefix, Subjects: []string{js.opts.Prefix + ".owner"}, MaxMsgsPerSubject: 1,
-		Replicas: js.opts.Replicas, Discard: jetstream.DiscardOld,
+	var stream jetstream.Stream
+	err := l.call(ctx, "connect", js.opts.Prefix, func(ctx context.Context) (err error) {
+		stream, err = l.js.CreateStream(ctx, jetstream.StreamConfig{
+			Name: js.opts.Prefix, Subjects: []string{js.opts.Prefix + ".owner"}, MaxMsgsPerSubject: 1, Replicas: js.opts.Replicas,
+		})
+		if errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) { // with other settings
+			stream, err = l.js.Stream(ctx, js.opts.Prefix)
+		}
+		return err
 	})
-	if errors.Is(err, jetstream.ErrStreamNameAlreadyInUse) { // with other settings
-		stream, err = l.js.Stream(ctx, js.opts.Prefix)
-	}
 	if err != nil {
-		return l.explain(err, "connect", js.opts.Prefix)
+		return err
 	}
 	h := &holder{js: js, line: l, stream: stream, me: tenure{Owner: js.owner, Lapse: js.opts.Lapse}}
 	abrupt, err := h.take(ctx)
