@@ -100,6 +100,11 @@ func (b *Commit) Check() error {
 	for i := range b.Items {
 		it := &b.Items[i]
 		at := fmt.Sprintf("items[%d]", i)
+		for k := range it.Positions {
+			if it.Positions[k].Source == "" {
+				return bad(fmt.Sprintf("%s.positions[%d].source", at, k), "is missing")
+			}
+		}
 		switch {
 		case (it.Ref == nil) == (it.Stage == nil):
 			return bad(at, "wants a ref or a stage, one of them")
@@ -126,6 +131,11 @@ func (c *Consumer) check() error { return sluice.ValidateID(c.Name) }
 
 // Check refuses what the fields may not hold.
 func (b *Settle) Check() error {
+	for i := range b.Settlements {
+		if b.Settlements[i].Lease == (sluice.LeaseID{}) {
+			return bad(fmt.Sprintf("settlements[%d].lease", i), "is missing")
+		}
+	}
 	return first(checkCount("settlements", len(b.Settlements)), checkText("request_id", b.RequestID, 200), b.Consumer.check())
 }
 
