@@ -144,16 +144,20 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 		room = res.Reservation
 	}
 	defer c.run.arrive(id)()
+	body := &body{r: c.r.Body}
 	var ref sluice.Ref
 	err = c.tied(func(*http.ResponseController) error {
-		ref, err = c.run.store.Receive(ctx, c.r.Body, c.r.ContentLength, in, room)
+		ref, err = c.run.store.Receive(ctx, body, c.r.ContentLength, in, room)
 		return err
 	})
 	if err := s.stored(c, res, ref, err); err != nil {
-		if c.run.tie.Err() != nil {
+		switch {
+		case c.run.tie.Err() != nil:
 			return errStopping
+		case body.err != nil:
+			return bodyError(body.err) // whatever the store made of it, it is the caller's
 		}
-		return readError(err)
+		return err
 	}
 	return c.encode(http.StatusCreated, &wire.Stored{Ref: ref})
 }
@@ -167,14 +171,18 @@ func incoming(r *run, id string, f *wire.SampleFields) dirstore.Incoming {
 		TargetModelVersion: f.TargetModelVersion, DraftWeightVersion: f.DraftWeightVersion, Attributes: f.Attributes, Features: f.Features}
 }
 
-// readError tells a body that could not be read from a store that is unavailable: the one is the caller's fault.
-func readError(err error) error {
-	var large *http.MaxBytesError
-	var timeout interface{ Timeout() bool }
-	if errors.As(err, &large) || errors.As(err, &timeout) {
-		return bodyError(err)
+// body remembers why it could not be read.
+type body struct {
+	r   io.Reader
+	err error
+}
+
+func (b *body) Read(p []byte) (int, error) {
+	n, err := b.r.Read(p)
+	if err != nil && err != io.EOF { //nolint:errorlint // the contract of io.Reader
+		b.err = err
 	}
-	return err
+	return n, err
 }
 
 // stored does what is to be done after a sample came in, or did not.

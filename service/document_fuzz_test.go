@@ -417,7 +417,8 @@ func FuzzDocument(f *testing.F) {
 		f.Add(seed)
 	}
 	f.Fuzz(func(t *testing.T, seed uint64) {
-		m := newMill(t, b, seed)
-		m.grind(50)
+		mine := *b
+		mine.t = t
+		newMill(t, &mine, seed).grind(50)
 	})
 }

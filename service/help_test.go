@@ -49,7 +49,11 @@ func quietLog(t testing.TB) *slog.Logger {
 			t.Log(b.String())
 		}
 	})
-	return slog.New(slog.NewTextHandler(&b, &slog.HandlerOptions{Level: slog.LevelInfo}))
+	return testLogger(&b)
+}
+
+func testLogger(b *syncBuffer) *slog.Logger {
+	return slog.New(slog.NewTextHandler(b, &slog.HandlerOptions{Level: slog.LevelInfo}))
 }
 
 func newBed(t testing.TB, o Options) *bed {

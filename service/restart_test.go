@@ -359,10 +359,6 @@ func TestAFullDiskIsUnavailableUntilThereIsRoomAgain(t *testing.T) {
 	if a.problem.Code != "unavailable" {
 		t.Errorf("with a full disk: %d %s", a.status, a.body)
 	}
-	a = b.try("POST", "/v1/runs/r1/acquire", wire.Acquire{Consumer: trainer})
-	if a.problem.Code != "unavailable" {
-		t.Errorf("acquire: %d %s", a.status, a.body)
-	}
 	j.full.Store(false)
 	b.poll("room again", func() bool {
 		a := b.try("POST", "/v1/runs/r1/commit", wire.Commit{Items: []wire.CommitItem{{Ref: &ref}}})

@@ -1,0 +1,384 @@
+package service
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/service/access"
+)
+
+// goingAway makes a call whose caller goes away: before it is answered, or in the very moment.
+func (b *bed) goingAway(ctx context.Context, path string, in any) {
+	b.t.Helper()
+	data, err := json.Marshal(in)
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	req, err := http.NewRequestWithContext(ctx, "POST", b.url+path, bytes.NewReader(data))
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if resp, err := b.client.Do(req); err == nil {
+		_, _ = io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+	}
+}
+
+func TestACancelledWaitLeavesTheLine(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	wg.Go(func() { b.goingAway(ctx, "/v1/runs/r1/acquire", wire.Acquire{Consumer: trainer, WaitSeconds: 60}) })
+	wg.Go(func() {
+		b.goingAway(ctx, "/v1/runs/r1/acquire", wire.Acquire{Consumer: wire.Consumer{Name: "other"}, WaitSeconds: 60, RequestID: "q"})
+	})
+	b.poll("the waits", func() bool { return b.status("r1").ConsumersWaiting == 2 })
+	cancel()
+	wg.Wait()
+	b.poll("the end of the waits", func() bool { return b.status("r1").ConsumersWaiting == 0 })
+	b.put("r1", "s-1")
+	if st := b.status("r1"); st.Pending != 1 || st.Outstanding != 0 {
+		t.Errorf("status %+v", st)
+	}
+}
+
+// fading is the context of a caller who is there when the queue is asked, and gone when it has answered.
+type fading struct {
+	context.Context
+	asked int
+}
+
+func (f *fading) Err() error {
+	if f.asked++; f.asked == 1 {
+		return nil
+	}
+	return context.Canceled
+}
+
+// A lease that was given to a connection that died in the same moment waits for the repetition of its request, or goes back if there can be none.
+func TestALeaseForACallerWhoHasGoneIsNotLost(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	b.put("r1", "s-1")
+	b.put("r1", "s-2")
+	run, err := b.s.find("r1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	call := func(request string) (*wire.Delivery, error) {
+		c := &call{s: b.s, run: run, r: httptest.NewRequest("POST", "/", nil)}
+		return b.s.acquire(&fading{Context: context.Background()}, c, &wire.Acquire{Consumer: trainer, RequestID: request})
+	}
+	if d, err := call(""); err == nil {
+		t.Errorf("answered %+v", d)
+	}
+	if st := b.status("r1"); st.Outstanding != 0 || st.Pending != 2 || st.Returned != 1 {
+		t.Errorf("without a request id: %+v", st)
+	}
+	d, err := call("q")
+	if err != nil || len(d.Leases) != 1 || d.Leases[0].Ref.SampleID() != "s-1" {
+		t.Fatalf("with a request id: %+v, %v", d, err)
+	}
+	again := do[wire.Delivery](b, "POST", "/v1/runs/r1/acquire", wire.Acquire{Consumer: trainer, Max: 1, RequestID: "q"})
+	if len(again.Leases) != 1 || again.Leases[0].ID != d.Leases[0].ID {
+		t.Errorf("asked again: %+v", again)
+	}
+}
+
+func TestAReservationThatIsAskedForAgainIsTheSame(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	in := wire.Reserve{Bytes: []int64{10, 20}, RequestID: "q"}
+	one := do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", in).Reservations
+	two := do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", in).Reservations
+	if len(one) != 2 || len(two) != 2 || one[0].ID != two[0].ID || one[1].ID != two[1].ID {
+		t.Errorf("%+v, and again %+v", one, two)
+	}
+	if h := b.status("r1").Health; h.ReservedSamples != 2 {
+		t.Errorf("health %+v", h)
+	}
+}
+
+// The first size waits at the gate, the others come along only if they need not.
+func TestAReservationWaitsForItsFirst(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	spec := b.spec("r1")
+	spec.Caps = wire.Caps{MaxBytes: 100, HighWatermarkBytes: 100}
+	do[wire.Run](b, "POST", "/v1/runs", spec)
+	one := do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{60, 60, 30}}).Reservations
+	if len(one) != 1 {
+		t.Fatalf("%+v", one)
+	}
+	if none := do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{50}, WaitSeconds: 0.05}).Reservations; len(none) != 0 {
+		t.Errorf("%+v", none)
+	}
+	got := make(chan wire.Reservations)
+	go func() {
+		got <- do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{50}, WaitSeconds: 60})
+	}()
+	b.poll("the wait", func() bool { return b.status("r1").ProducersWaiting == 1 })
+	do[struct{}](b, "POST", "/v1/runs/r1/unreserve", wire.Unreserve{Reservations: []string{one[0].ID, "unknown"}})
+	if r := <-got; len(r.Reservations) != 1 || r.Reservations[0].Bytes != 50 {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestEventsComeAsTheyHappen(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	b.create("r2")
+	open := func(path string) *bufio.Scanner {
+		req, err := http.NewRequestWithContext(t.Context(), "GET", b.url+path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := b.client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { resp.Body.Close() })
+		if ct := resp.Header.Get("Content-Type"); resp.StatusCode != 200 || ct != "text/event-stream" {
+			t.Fatalf("%d %s", resp.StatusCode, ct)
+		}
+		return bufio.NewScanner(resp.Body)
+	}
+	next := func(s *bufio.Scanner, name string) (data string) {
+		for s.Scan() {
+			if s.Text() == "event: "+name && s.Scan() {
+				return strings.TrimPrefix(s.Text(), "data: ")
+			}
+		}
+		t.Fatalf("no %s came: %v", name, s.Err())
+		return ""
+	}
+	all, one := open("/v1/events"), open("/v1/runs/r1/events")
+	var service wire.ServiceStatus
+	if err := json.Unmarshal([]byte(next(all, "status")), &service); err != nil || len(service.Runs) != 2 {
+		t.Errorf("%+v, %v", service, err)
+	}
+	var run wire.Status
+	if err := json.Unmarshal([]byte(next(one, "status")), &run); err != nil || run.RunID != "r1" {
+		t.Errorf("%+v, %v", run, err)
+	}
+	do[struct{}](b, "POST", "/v1/runs/r2/close", nil)
+	do[struct{}](b, "POST", "/v1/runs/r1/close", wire.CloseRun{Cause: "enough"})
+	var e wire.Event
+	if err := json.Unmarshal([]byte(next(all, "event")), &e); err != nil || e.RunID != "r2" || e.Kind != "closed" {
+		t.Errorf("%+v, %v", e, err)
+	}
+	if err := json.Unmarshal([]byte(next(one, "event")), &e); err != nil || e.RunID != "r1" || !strings.Contains(e.Text, "enough") {
+		t.Errorf("%+v, %v", e, err)
+	}
+	b.as = access.Caller{Name: "c", Role: access.Consumer, Run: "r1", UID: -1}
+	mine := open("/v1/events")
+	if err := json.Unmarshal([]byte(next(mine, "status")), &service); err != nil || len(service.Runs) != 1 || service.Runs[0].RunID != "r1" {
+		t.Errorf("a caller of r1 sees %+v, %v", service, err)
+	}
+	b.as.Role = access.Operator
+	b.as.Run = ""
+}
+
+func TestAPanicIsA500WithItsRequestInTheLog(t *testing.T) {
+	t.Parallel()
+	var log syncBuffer
+	b := newBed(t, Options{Logger: testLogger(&log)})
+	a := &api{s: b.s, mux: http.NewServeMux()}
+	handle(a, operation{method: "GET", path: "/panic", id: "panic", open: true}, func(context.Context, *call, *nothing) (*alive, error) { panic("with colours") })
+	w := httptest.NewRecorder()
+	a.ServeHTTP(w, httptest.NewRequest("GET", "/panic", nil))
+	var p wire.Problem
+	if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil || w.Code != 500 || p.Code != wire.CodeInternal || strings.Contains(w.Body.String(), "colours") {
+		t.Errorf("%d %s, %v", w.Code, w.Body, err)
+	}
+	if !strings.Contains(log.String(), "request="+p.Request) || !strings.Contains(log.String(), "wait_test.go") {
+		t.Errorf("the log has %s", log.String())
+	}
+}
+
+// A body that does not come is given up when its deadline has passed, which the door sets, and leaves nothing.
+func TestASlowBodyIsGivenUp(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	srv := httptest.NewUnstartedServer(b.srv.Config.Handler)
+	srv.Config.ReadTimeout = 100 * time.Millisecond
+	srv.Start()
+	defer srv.Close()
+	for _, c := range []struct{ name, head string }{
+		{"an upload", "PUT /v1/runs/r1/samples/s-1 HTTP/1.1\r\nHost: x\r\nContent-Length: 300\r\nSluice-Sample: " + fields + "\r\n\r\nabcd"},
+		{"a call", "POST /v1/runs/r1/reserve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 300\r\n\r\n{"},
+	} {
+		conn, err := net.Dial("tcp", srv.Listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Write([]byte(c.head)); err != nil {
+			t.Fatal(err)
+		}
+		answer, err := io.ReadAll(conn)
+		conn.Close()
+		if err != nil || !strings.HasPrefix(string(answer), "HTTP/1.1 408 ") || !strings.Contains(string(answer), `"code":"timeout"`) {
+			t.Errorf("%s: %s, %v", c.name, answer, err)
+		}
+	}
+	if h := b.status("r1").Health; h.UsedBytes() != 0 || h.StagingBytes != 0 {
+		t.Errorf("health %+v", h)
+	}
+}
+
+// What is read leaves by the kernel's own hands, also a part of a file: the writer that the server hands us must see the file.
+func TestFilesAreSentByTheKernel(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	ref := b.put("r1", "s-1")
+	for _, path := range []string{sampleURL(ref), sampleURL(ref) + "/features/hidden_states"} {
+		for _, rng := range []string{"", "bytes=3-20"} {
+			r := httptest.NewRequest("GET", path+"?generation="+ref.Generation(), nil)
+			if rng != "" {
+				r.Header.Set("Range", rng)
+			}
+			w := &fileTaker{ResponseRecorder: httptest.NewRecorder()}
+			b.s.Handler().ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), b.as)))
+			if w.Code >= 300 || !w.sawFile {
+				t.Errorf("%s %s: %d, saw a file: %t", path, rng, w.Code, w.sawFile)
+			}
+		}
+	}
+}
+
+// fileTaker is a writer that takes files.
+type fileTaker struct {
+	*httptest.ResponseRecorder
+	sawFile bool
+}
+
+func (w *fileTaker) ReadFrom(r io.Reader) (int64, error) {
+	if l, ok := r.(*io.LimitedReader); ok {
+		_, w.sawFile = l.R.(interface {
+			SyscallConn() (syscall.RawConn, error)
+		})
+	}
+	return io.Copy(w.ResponseRecorder, r)
+}
+
+func TestAClockThatJumpsBackEndsNothing(t *testing.T) {
+	t.Parallel()
+	clock := &jumping{}
+	b := newBed(t, Options{Clock: clock})
+	b.create("r1")
+	session := newID()
+	b.put("r1", "s-1")
+	do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{10}}, session)
+	d := b.acquire("r1", 1, session)
+	for _, jump := range []time.Duration{-time.Hour, -24 * 365 * time.Hour, time.Second} {
+		clock.jump(jump)
+		b.s.clean()
+		st := b.status("r1")
+		if st.Outstanding != 1 || st.Health.ReservedBytes != 10 || b.s.sessions.count() != 1 {
+			t.Errorf("after a jump by %v: %+v, %d sessions", jump, st, b.s.sessions.count())
+		}
+	}
+	if r := b.settle("r1", sluice.Ack, d.Leases...); r[0].Status != sluice.Settled {
+		t.Errorf("settled %+v", r)
+	}
+}
+
+// jumping is a clock whose hands somebody moves.
+type jumping struct {
+	sluice.SystemClock
+	mu  sync.Mutex
+	off time.Duration
+}
+
+func (c *jumping) jump(d time.Duration) { c.mu.Lock(); c.off += d; c.mu.Unlock() }
+
+func (c *jumping) Now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return time.Now().Round(0).Add(c.off) // without the monotonic reading, which would not jump
+}
+
+func TestAGracefulStopIsBounded(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	run := b.create("r1")
+	b.put("r1", "s-1")
+	var wg sync.WaitGroup
+	wait := func(path string, in any) {
+		wg.Go(func() {
+			if a := b.try("POST", path, in); a.problem.Code != "unavailable" {
+				t.Errorf("%s ended with %d %s", path, a.status, a.body)
+			}
+		})
+	}
+	b.acquire("r1", 1)
+	wait("/v1/runs/r1/acquire", wire.Acquire{Consumer: wire.Consumer{Name: "other"}, WaitSeconds: 60})
+	b.poll("the wait", func() bool { return b.status("r1").ConsumersWaiting == 1 })
+	defer b.hold(newID())()
+	// An upload that would go on for ever.
+	pr, pw := io.Pipe()
+	defer pw.Close()
+	wg.Go(func() {
+		req, err := http.NewRequest("PUT", b.url+"/v1/runs/r1/samples/s-2", pr)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		req.Header.Set(wire.SampleHeader, fields)
+		if resp, err := b.client.Do(req); err == nil {
+			resp.Body.Close()
+			if resp.StatusCode < 400 {
+				t.Errorf("the upload: %d", resp.StatusCode)
+			}
+		}
+	})
+	data := file(t, 1)
+	if _, err := pw.Write(data[:len(data)-4]); err != nil {
+		t.Fatal(err)
+	}
+	b.poll("the upload", func() bool { return b.status("r1").Health.StagingBytes > 0 })
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	begun := time.Now()
+	if err := b.s.Close(ctx); err != nil {
+		t.Errorf("close: %v", err)
+	}
+	if took := time.Since(begun); took > 5*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	pw.CloseWithError(io.ErrUnexpectedEOF)
+	wg.Wait()
+	b.wants("unavailable", "GET", "/v1/runs/r1/status", nil)
+	b.wants("unavailable", "GET", "/readyz", nil)
+	files, err := os.ReadDir(run.Store.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		if strings.HasSuffix(f.Name(), ".safetensors") && f.Name() != "s-1.safetensors" {
+			t.Errorf("left: %s", f.Name())
+		}
+	}
+}
