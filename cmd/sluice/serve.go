@@ -125,13 +125,13 @@ func settle(flags *pflag.FlagSet, config *string) error {
 		return err
 	}
 	for name := range values {
-		if f := flags.Lookup(name); f == nil || name == "config" || name == "help" {
+		if f := flags.Lookup(name); f == nil || f.Hidden || name == "config" || name == "help" {
 			return &sluice.Error{Kind: sluice.Invalid, Op: "config", Subject: *config, Detail: fmt.Sprintf("%q is no setting; settings have the names of the flags", name)}
 		}
 	}
 	var errs []error
 	flags.VisitAll(func(f *pflag.Flag) {
-		if f.Changed || f.Name == "help" || f.Name == "config" {
+		if f.Changed || f.Hidden || f.Name == "help" || f.Name == "config" {
 			return
 		}
 		if variable, value := env(f.Name); value != "" {
@@ -221,10 +221,9 @@ func welcome(w io.Writer, s *service.Service, d *access.Door, o *service.Options
 	e := d.Endpoint()
 	fmt.Fprintf(w, "sluice %s serves, pid %d\n", e.Version, e.PID)
 	fmt.Fprintf(w, "  socket      %s, for this user\n", e.Socket)
-	switch {
-	case e.URL == "":
+	if e.URL == "" {
 		fmt.Fprintf(w, "  address     none: --no-tcp\n")
-	default:
+	} else {
 		fmt.Fprintf(w, "  address     %s, for who has a token: see `sluice token`\n", e.URL)
 		fmt.Fprintf(w, "  dashboard   %s/\n", e.URL)
 	}

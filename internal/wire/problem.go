@@ -26,7 +26,7 @@ const (
 )
 
 // Problem is an error of the API: an RFC 9457 problem document with the members that make a [sluice.Error] again.
-type Problem struct {
+type Problem struct { //nolint:errname // RFC 9457 calls it so
 	Type    string `json:"type,omitempty" doc:"Documentation of the code."`
 	Title   string `json:"title" doc:"The code in words."`
 	Status  int    `json:"status"`

@@ -28,7 +28,7 @@ func BenchmarkDoor(b *testing.B) {
 		b.SetParallelism(8)
 		b.RunParallel(func(pb *testing.PB) {
 			for pb.Next() {
-				r, err := http.NewRequest("POST", url+"/v1/runs/r/settle", strings.NewReader(body))
+				r, err := http.NewRequest(http.MethodPost, url+"/v1/runs/r/settle", strings.NewReader(body))
 				if err != nil {
 					b.Fatal(err)
 				}
@@ -40,7 +40,7 @@ func BenchmarkDoor(b *testing.B) {
 				}
 				io.Copy(io.Discard, resp.Body)
 				resp.Body.Close()
-				if resp.StatusCode != 200 {
+				if resp.StatusCode != http.StatusOK {
 					b.Fatal(resp.Status)
 				}
 			}

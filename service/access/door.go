@@ -168,7 +168,7 @@ func (d *Door) Endpoint() wire.Endpoint {
 
 // reachable is the TCP address as one may call it from this host.
 func (d *Door) reachable() string {
-	addr, ok := netip.AddrFromSlice(d.tcp.Addr().(*net.TCPAddr).IP) //nolint:errcheck // a TCP listener has a TCP address
+	addr, ok := netip.AddrFromSlice(d.tcp.Addr().(*net.TCPAddr).IP) // which a TCP listener has
 	addr = addr.Unmap()
 	if host, _, err := net.SplitHostPort(d.o.Listen); err == nil && host != "" && net.ParseIP(host) == nil {
 		return net.JoinHostPort(host, d.port()) // the name that its certificate is for
@@ -180,7 +180,7 @@ func (d *Door) reachable() string {
 }
 
 func (d *Door) port() string {
-	_, port, _ := net.SplitHostPort(d.tcp.Addr().String()) //nolint:errcheck // a listener's address has a port
+	_, port, _ := net.SplitHostPort(d.tcp.Addr().String()) // which a listener's address always has
 	return port
 }
 

@@ -296,7 +296,7 @@ func (w *house) raw(text string, wait time.Duration) (string, bool) {
 func TestSlowClientsAreCutOff(t *testing.T) {
 	t.Parallel()
 	w := open(t, nil, func(o *Options) {
-		o.Limits = Limits{HeaderTime: 50 * time.Millisecond, StallTime: 50 * time.Millisecond, IdleTime: 50 * time.Millisecond}
+		o.Limits = Limits{HeaderTime: 200 * time.Millisecond, StallTime: 200 * time.Millisecond, IdleTime: 200 * time.Millisecond}
 	})
 	start := "POST /v1/x HTTP/1.1\r\nHost: localhost\r\n" + w.bearer("operator") + "\r\n"
 	for name, c := range map[string]struct{ send, want string }{
@@ -315,7 +315,7 @@ func TestSlowClientsAreCutOff(t *testing.T) {
 
 func TestABodyThatDripsIsCutOffAndOneThatFlowsIsNot(t *testing.T) {
 	t.Parallel()
-	const stall = 100 * time.Millisecond
+	const stall = time.Second
 	w := open(t, nil, func(o *Options) { o.Limits.StallTime = stall })
 	send := func(piece, pieces int) (sent int, answer string) {
 		c, err := net.Dial("tcp", w.d.tcp.Addr().String())
@@ -337,7 +337,7 @@ func TestABodyThatDripsIsCutOffAndOneThatFlowsIsNot(t *testing.T) {
 	if _, got := send(1, 50); strings.Contains(got, "read 50 <nil>") {
 		t.Errorf("a byte now and then is let through: %s", got)
 	}
-	if _, got := send(64<<10, 20); !strings.Contains(got, "read 1310720 <nil>") { // 400 ms in all
+	if _, got := send(64<<10, 8); !strings.Contains(got, "read 524288 <nil>") { // 1.6 s in all
 		t.Errorf("a body that flows is cut off: %s", got)
 	}
 }
@@ -389,10 +389,10 @@ func TestALongWaitIsNoStall(t *testing.T) {
 		fmt.Fprint(rw, "first")
 		select {
 		case <-r.Context().Done():
-		case <-time.After(300 * time.Millisecond):
+		case <-time.After(800 * time.Millisecond):
 			fmt.Fprint(rw, " then")
 		}
-	}), func(o *Options) { o.Limits.StallTime = 50 * time.Millisecond })
+	}), func(o *Options) { o.Limits.StallTime = 200 * time.Millisecond })
 	for _, body := range []string{"", "{}"} {
 		if a := w.do(w.request("POST", "/v1/runs/r/acquire", body, w.bearer("operator"))); a.body != "first then" {
 			t.Errorf("body %q: %q", body, a.body)
@@ -562,7 +562,12 @@ func TestStoppingIsBounded(t *testing.T) {
 		close(entered)
 		<-r.Context().Done() // only a cut connection ends this
 	}), func(o *Options) { o.Limits.StopTime = 50 * time.Millisecond })
-	go w.raw("POST /v1/runs/r/commit HTTP/1.1\r\nHost: localhost\r\n"+w.bearer("operator")+"\r\n\r\n", 10*time.Second)
+	c, err := net.Dial("tcp", w.d.tcp.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	fmt.Fprintf(c, "POST /v1/runs/r/commit HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n", w.bearer("operator"))
 	<-entered
 	if err := w.stop(); err != nil {
 		t.Error(err)

@@ -43,7 +43,9 @@ func listenUnix(dir string) (*net.UnixListener, error) {
 	case info.Mode().Type() != fs.ModeSocket:
 		return refuse(sluice.Conflict, "something that is no socket lies there", "move it away", nil)
 	default:
-		conn, err := net.DialTimeout("unix", path, time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		conn, err := new(net.Dialer).DialContext(ctx, "unix", path)
 		if err == nil {
 			_ = conn.Close() // nothing was said
 			return refuse(sluice.Conflict, "a service listens there", "stop it first, or choose another state directory with --state", nil)
