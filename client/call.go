@@ -151,6 +151,9 @@ func decode(resp *http.Response, out any) error {
 }
 
 func readAll(resp *http.Response) ([]byte, error) {
+	if resp.Request.Method == http.MethodHead {
+		return nil, nil // whatever length it has
+	}
 	if n := resp.ContentLength; n >= 0 && n <= maxAnswer {
 		data := make([]byte, n)
 		if _, err := io.ReadFull(resp.Body, data); err != nil {
