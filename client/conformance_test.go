@@ -1,7 +1,6 @@
 package client
 
 import (
-	"bytes"
 	"context"
 	"net/http"
 	"os"
@@ -19,7 +18,7 @@ import (
 
 // storeHarness gives every store a service of its own, since the suite's samples are all of a run called "run". The service goes by the real time: a clock that jumps ends reservations there,
 // which is its own affair.
-func storeHarness(w way, dir func(testing.TB) string) storetest.Harness {
+func storeHarness(w way, dir func(testing.TB) string, wrap ...func(http.Handler) http.Handler) storetest.Harness {
 	type home struct {
 		l *live
 		c *Client
@@ -55,7 +54,7 @@ func storeHarness(w way, dir func(testing.TB) string) storetest.Harness {
 	return storetest.Harness{
 		Open: func(t testing.TB, o storetest.Options) sluice.Store {
 			t.Helper()
-			return open(t, serve(t, dir(t), nil), o.Caps)
+			return open(t, serve(t, dir(t), nil, wrap...), o.Caps)
 		},
 		Peer: func(t testing.TB, s sluice.Store) sluice.Store {
 			t.Helper()
@@ -155,5 +154,3 @@ func TestQueueConformance(t *testing.T) {
 		})
 	}
 }
-
-var _, _ = bytes.Equal, http.MethodGet

@@ -25,6 +25,7 @@ import (
 type live struct {
 	t    testing.TB
 	opts service.Options
+	wrap []func(http.Handler) http.Handler // round the service
 	dir  string
 	tcp  string // address
 
@@ -64,9 +65,9 @@ func tempIn(t testing.TB, under string) string {
 }
 
 // serve starts a service whose store lies under dir, and ends it with the test.
-func serve(t testing.TB, dir string, edit func(*service.Options)) *live {
+func serve(t testing.TB, dir string, edit func(*service.Options), wrap ...func(http.Handler) http.Handler) *live {
 	t.Helper()
-	l := &live{t: t, dir: dir, opts: service.Options{
+	l := &live{t: t, dir: dir, wrap: wrap, opts: service.Options{
 		StateDir: filepath.Join(dir, "state"), StoreDir: filepath.Join(dir, "store"), MaxBytes: 1 << 40, Journals: &journals{}, Logger: slog.New(slog.DiscardHandler), Version: "test",
 	}}
 	if edit != nil {
@@ -110,10 +111,14 @@ func (l *live) start() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.svc, l.servers = svc, nil
+	handler := svc.Handler()
+	for _, w := range l.wrap {
+		handler = w(handler)
+	}
 	for listener, uid := range map[net.Listener]int{tcp: -1, local: os.Getuid()} {
 		s := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			caller := access.Caller{Name: "test", Role: access.Operator, UID: uid}
-			svc.Handler().ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), caller)))
+			handler.ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), caller)))
 		}), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError)}
 		l.servers = append(l.servers, s)
 		go func() { _ = s.Serve(listener) }() // ends with stop
