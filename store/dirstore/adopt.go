@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"strings"
@@ -20,7 +21,7 @@ import (
 // a single name, of the user uid, and nobody may have it open for writing or mapped shared and writable. It is moved, which costs no copy, and looked at again
 // after that, when nobody can reach it by name.
 //
-// A file is moved as it is, whatever the order of its tensors, if its metadata has the ref in canonical form under "sluice.ref", its data begins at a multiple of 8 bytes, and every tensor
+// A file is moved as it is, whatever the order of its tensors, if its metadata has the ref in canonical form under "sluice.ref", and every tensor
 // is aligned to its elements. On a medium that wants checksums, and if it carries any, its header must be the one that package safetensors lays out with checksums; zeros are
 // filled in. Any other valid file, and every file if the kernel can't tell whether it is open for writing, is copied as [Store.Receive] would, and then removed.
 //
@@ -137,8 +138,7 @@ func (a *adoption) adopt(ctx context.Context, f *os.File, r sluice.Reservation) 
 		return sluice.Ref{}, err
 	}
 	if !unwritten || !before.asIs {
-		b := before.stream
-		return s.receive(ctx, b, before.header, before.ref, before.features, Incoming{}, r)
+		return s.receive(before.stream, before.header, before.ref, before.features, nil, r)
 	}
 	return s.put(ctx, before.ref, r, source{size: before.size, moved: true,
 		fill: func(p staged) (*os.File, error) { return a.move(ctx, p, f, before) },
@@ -168,7 +168,7 @@ func (a *adoption) look(ctx context.Context, f *os.File) (*sight, error) {
 	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
 		return nil, sysError("adopt", a.name, "stat the file", err)
 	}
-	w := &sight{stream: &stream{ctx: ctx, body: io.NewSectionReader(f, 0, st.Size), id: a.in.SampleID}, size: st.Size}
+	w := &sight{stream: &stream{s: a.s, ctx: ctx, body: io.NewSectionReader(f, 0, st.Size), id: a.in.SampleID}, size: st.Size}
 	var err error
 	if w.header, err = w.stream.header(st.Size); err != nil {
 		return nil, err
@@ -180,7 +180,7 @@ func (a *adoption) look(ctx context.Context, f *os.File) (*sight, error) {
 	if err != nil {
 		return nil, &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: adopt", Subject: a.name, Err: err}
 	}
-	w.asIs = w.header.Metadata[safetensors.RefKey] == w.ref.Canonical() && w.header.DataStart%8 == 0
+	w.asIs = w.header.Metadata[safetensors.RefKey] == w.ref.Canonical()
 	for i := range w.header.Entries {
 		e := &w.header.Entries[i]
 		w.asIs = w.asIs && (w.header.DataStart+e.Begin)%e.Spec.DType.Size() == 0
@@ -271,11 +271,25 @@ func (a *adoption) move(ctx context.Context, p staged, f *os.File, before *sight
 		return nil, sysError("adopt", a.name, "open the file for writing", err)
 	}
 	mine := os.NewFile(uintptr(fd), s.dir+"/"+p.scratch)
-	if err := a.fillIn(mine, now); err != nil {
+	if err = a.fillHoles(fd, now); err == nil {
+		err = a.fillIn(mine, now)
+	}
+	if err != nil {
 		_ = mine.Close()
 		return nil, err
 	}
 	return mine, nil
+}
+
+// fillHoles gives room to what the sender has never written. A reader that maps a hole of a tmpfs that is full would be killed.
+func (a *adoption) fillHoles(fd int, w *sight) error {
+	if hole, err := unix.Seek(fd, 0, unix.SEEK_HOLE); err == nil && hole == w.size {
+		return nil
+	}
+	if err := fallocate(fd, 0, w.size); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
+		return a.s.spaceError("adopt", w.ref.SampleID(), fmt.Sprintf("allocate the holes of %d bytes", w.size), err)
+	}
+	return nil
 }
 
 // fillIn compares the file's checksums with its data, and writes those that are zeros.

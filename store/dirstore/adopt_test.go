@@ -506,3 +506,25 @@ func TestAFileThatIsMovedTakesNoneOutOfThePool(t *testing.T) {
 	}
 	mustAudit(t, y.s, "afterwards")
 }
+
+func TestAFileWithHolesIsGivenItsRoom(t *testing.T) {
+	t.Parallel()
+	y := newYard(t, shm(t), someCaps)
+	f := feature("x", sluice.UInt8, 0, 1<<20)
+	clear(f.Data)
+	fields := refOf(y.s).Fields()
+	fields.Features, fields.EstimatedBytes = []sluice.RefFeature{{Name: "x", Key: "a/x", Spec: f.Spec}}, f.Bytes()
+	ref, err := sluice.NewRef(fields)
+	must(t, err)
+	file := padded(map[string]string{safetensors.RefKey: ref.Canonical()}, f)
+	ino := y.stage("f", file[:len(file)-len(f.Data)])
+	must(t, os.Truncate(y.path("f"), int64(len(file))))
+	_, err = y.adopt("f", Incoming{SampleID: "a", RunID: "r"})
+	must(t, err)
+	var st unix.Stat_t
+	must(t, unix.Lstat(y.s.samplePath("a"), &st))
+	if st.Ino != ino || st.Blocks*512 < st.Size {
+		t.Errorf("the sample is inode %d (staged was %d), %d bytes in %d blocks", st.Ino, ino, st.Size, st.Blocks)
+	}
+	wantSample(t, y.s, ref, []sluice.Feature{f})
+}

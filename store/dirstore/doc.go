@@ -17,6 +17,9 @@
 // again as a fresh one, only under the exclusive lock and if every handle and mapping of it was given back by its own session. Readers from outside, such as the Python
 // package, take no lock: they must hold flock(LOCK_SH) on the file, or a handle, while they have it mapped.
 //
+// Samples also come in as safetensors streams ([Store.Receive]) and as files that a process of this host wrote ([Store.Adopt]), and are lent to readers outside of
+// the process ([Store.Lend]): that is what a service is built on.
+//
 // On disks every feature carries a crc32c, which the first get after a restart checks; a restart is an Open that finds no other session. tmpfs carries none, unless
 // Options.Verify asks for it. Options.Durability says whether a put survives a power cut. The ledger itself is not synced: what it lost to a power cut is found again
 // in the files, as samples without an owner, which a recovering queue may claim for a day.

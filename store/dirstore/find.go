@@ -20,7 +20,11 @@ func (s *Store) Find(ctx context.Context, id, generation string) (sluice.Ref, er
 	if err := s.checkDirectory("find"); err != nil {
 		return sluice.Ref{}, err
 	}
-	missing := fail(sluice.NotFound, "find", id, "is not here in generation %s", generation)
+	return s.find("find", id, generation)
+}
+
+func (s *Store) find(op, id, generation string) (sluice.Ref, error) {
+	missing := fail(sluice.NotFound, op, id, "is not here in generation %s", generation)
 	here := false
 	if err := s.do(func(l *ledger) error {
 		_, sl := l.published(id, digest(generation))

@@ -249,12 +249,12 @@ func (s *Store) put(ctx context.Context, ref sluice.Ref, r sluice.Reservation, s
 
 // repeated is the answer to a put of a sample that is here in this generation.
 func (s *Store) repeated(ref sluice.Ref) (sluice.Ref, error) {
-	have, _, err := s.readRef(ref.SampleID())
+	have, err := s.find("put", ref.SampleID(), ref.Generation())
 	switch {
-	case errors.Is(err, unix.ENOENT):
+	case errors.Is(err, sluice.ErrNotFound):
 		return sluice.Ref{}, fail(sluice.Unavailable, "put", ref.SampleID(), "was here and was freed at this moment")
 	case err != nil:
-		return sluice.Ref{}, s.corrupt(ref.SampleID(), "", err)
+		return sluice.Ref{}, err
 	case !have.Equal(ref):
 		return sluice.Ref{}, fail(sluice.Duplicate, "put", ref.SampleID(), "is here in the same generation with another ref: a generation stands for one put")
 	}

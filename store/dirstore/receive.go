@@ -13,8 +13,6 @@ import (
 	"slices"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/safetensors"
 )
@@ -49,7 +47,7 @@ func (s *Store) Receive(ctx context.Context, body io.Reader, size int64, in Inco
 	if ref, err := s.stored("receive", in); err != nil || !ref.IsZero() {
 		return ref, err
 	}
-	b := &stream{ctx: ctx, body: body, id: in.SampleID}
+	b := &stream{s: s, ctx: ctx, body: body, id: in.SampleID}
 	h, err := b.header(size)
 	if err != nil {
 		return sluice.Ref{}, err
@@ -58,34 +56,29 @@ func (s *Store) Receive(ctx context.Context, body io.Reader, size int64, in Inco
 	if err != nil {
 		return sluice.Ref{}, err
 	}
-	return s.receive(ctx, b, h, ref, features, in, r)
+	return s.receive(b, h, ref, features, in.Checksum, r)
 }
 
 // stored returns the ref of the sample if it is here in the generation that in names, and the zero Ref if not.
-func (s *Store) stored(op string, in Incoming) (ref sluice.Ref, err error) {
+func (s *Store) stored(op string, in Incoming) (sluice.Ref, error) {
 	if in.Generation == "" {
-		return ref, nil
+		return sluice.Ref{}, nil
 	}
-	here := false
-	if err := s.do(func(l *ledger) error {
-		_, sl := l.published(in.SampleID, digest(in.Generation))
-		here = sl != nil
-		return nil
-	}); err != nil || !here {
-		return ref, err
+	ref, err := s.find(op, in.SampleID, in.Generation)
+	if errors.Is(err, sluice.ErrNotFound) {
+		return sluice.Ref{}, nil
 	}
-	ref, _, err = s.readRef(in.SampleID)
-	switch {
-	case errors.Is(err, unix.ENOENT):
-		return sluice.Ref{}, nil // it was freed at this moment
-	case err != nil:
-		return sluice.Ref{}, s.corrupt(in.SampleID, "", err)
+	if err == nil {
+		err = in.agree(op, ref, s.uri)
 	}
-	return ref, in.agree(op, ref, s.uri)
+	if err != nil {
+		return sluice.Ref{}, err
+	}
+	return ref, nil
 }
 
-// receive stores the data that follows a header.
-func (s *Store) receive(ctx context.Context, b *stream, h *safetensors.Header, ref sluice.Ref, features []sluice.Feature, in Incoming, r sluice.Reservation) (sluice.Ref, error) {
+// receive stores the data that follows a header. checksum is that of [Incoming].
+func (s *Store) receive(b *stream, h *safetensors.Header, ref sluice.Ref, features []sluice.Feature, checksum func() (uint32, bool), r sluice.Reservation) (sluice.Ref, error) {
 	id := ref.SampleID()
 	said, err := h.Checksums()
 	if err != nil {
@@ -96,11 +89,11 @@ func (s *Store) receive(ctx context.Context, b *stream, h *safetensors.Header, r
 		return sluice.Ref{}, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: receive", Subject: id, Err: err}
 	}
 	size := layout.Size()
-	return s.put(ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
+	return s.put(b.ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
 		const ahead = true // what comes can't be asked for once more
 		return s.writeScratch(id, p, size, ahead, func(f *os.File) error {
-			b.summing = in.Checksum != nil
-			sums, err := b.copyData(s, f, h, layout, said != nil || layout.Checksummed())
+			b.summing = checksum != nil
+			sums, err := b.copyData(f, h, layout, said != nil || layout.Checksummed())
 			if err != nil {
 				return err
 			}
@@ -111,7 +104,7 @@ func (s *Store) receive(ctx context.Context, b *stream, h *safetensors.Header, r
 				return err
 			}
 			if b.summing {
-				if want, known := in.Checksum(); known && want != b.sum {
+				if want, known := checksum(); known && want != b.sum {
 					return fail(sluice.Corrupt, "receive", id, "the data that came has the crc32c %08x, its sender says %08x", b.sum, want)
 				}
 			}
@@ -143,9 +136,7 @@ func compareSums(op, id string, said, sums map[string]uint32) error {
 
 // describe makes the ref of an incoming file, and lists its features in the ref's order, without data.
 func (s *Store) describe(op string, h *safetensors.Header, in Incoming) (sluice.Ref, []sluice.Feature, error) {
-	invalid := func(format string, args ...any) (sluice.Ref, []sluice.Feature, error) {
-		return sluice.Ref{}, nil, fail(sluice.Invalid, op, in.SampleID, format, args...)
-	}
+	invalid := func(format string, args ...any) error { return fail(sluice.Invalid, op, in.SampleID, format, args...) }
 	for i := range h.Entries {
 		if e := &h.Entries[i]; !e.Spec.DType.Valid() {
 			return sluice.Ref{}, nil, fail(sluice.Unsupported, op, in.SampleID, "the tensor %q is of the dtype %s, which no feature can have", e.Name, e.RawDType)
@@ -171,15 +162,15 @@ func (s *Store) describe(op string, h *safetensors.Header, in Incoming) (sluice.
 		}
 	}
 	if n := ref.NumFeatures(); n != len(h.Entries) {
-		return invalid("the file has %d tensors, the ref has %d features", len(h.Entries), n)
+		return sluice.Ref{}, nil, invalid("the file has %d tensors, the ref has %d features", len(h.Entries), n)
 	}
 	features := make([]sluice.Feature, 0, len(h.Entries))
 	for f := range ref.Features() {
 		switch e, ok := h.Find(f.Name); {
 		case !ok:
-			return invalid("the file has no tensor %s, the ref promises one", f.Name)
+			return sluice.Ref{}, nil, invalid("the file has no tensor %s, the ref promises one", f.Name)
 		case !e.Spec.Equal(f.Spec):
-			return invalid("the tensor %s is %s, the ref promises %s", f.Name, e.Spec, f.Spec)
+			return sluice.Ref{}, nil, invalid("the tensor %s is %s, the ref promises %s", f.Name, e.Spec, f.Spec)
 		}
 		features = append(features, sluice.Feature{Name: f.Name, Tensor: sluice.Tensor{Spec: f.Spec}})
 	}
@@ -256,6 +247,7 @@ func (in *Incoming) agree(op string, ref sluice.Ref, uri string) error {
 
 // stream reads a file from its beginning to its end.
 type stream struct {
+	s       *Store
 	ctx     context.Context // of the one call that the stream is for
 	body    io.Reader
 	id      string
@@ -341,7 +333,7 @@ func (b *stream) header(size int64) (*safetensors.Header, error) {
 }
 
 // copyData reads the tensors, in the order in which they come, and writes each to its place.
-func (b *stream) copyData(s *Store, f *os.File, h *safetensors.Header, layout *safetensors.Layout, summing bool) (sums map[string]uint32, err error) {
+func (b *stream) copyData(f *os.File, h *safetensors.Header, layout *safetensors.Layout, summing bool) (sums map[string]uint32, err error) {
 	piece := pieces.Get().(*[pieceBytes]byte)
 	defer pieces.Put(piece)
 	sums = make(map[string]uint32, len(h.Entries))
@@ -355,7 +347,7 @@ func (b *stream) copyData(s *Store, f *os.File, h *safetensors.Header, layout *s
 				return nil, err
 			}
 			if _, err := f.WriteAt(buf, at); err != nil {
-				return nil, s.writeError(b.id, layout.Size(), err)
+				return nil, b.s.writeError(b.id, layout.Size(), err)
 			}
 			if summing {
 				sum = safetensors.UpdateChecksum(sum, buf)

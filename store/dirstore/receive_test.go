@@ -244,7 +244,7 @@ func TestABodyThatIsCutOrGoesOnLeavesNothing(t *testing.T) {
 	r, err := s.Reserve(t.Context(), 50)
 	must(t, err)
 	body := stockFile(map[string]string{safetensors.RefKey: refOf(s).Canonical()}, three()...)
-	for n := range len(body) {
+	for n := range body {
 		for _, size := range []int64{-1, int64(n), int64(len(body))} {
 			_, err := s.Receive(t.Context(), iotest.DataErrReader(bytes.NewReader(body[:n])), size, incoming(), r)
 			wantError(t, fmt.Sprintf("%d of %d bytes, said to be %d", n, len(body), size), err, sluice.Corrupt)
@@ -283,7 +283,7 @@ func TestAReadThatFailsLeavesNothing(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancelCause(t.Context())
 	gone := errors.New("the client went")
-	_, err = s.Receive(ctx, io.MultiReader(bytes.NewReader(body[:len(body)-3]), onRead(func() { cancel(gone) }), bytes.NewReader(body[len(body)-3:])), -1, incoming(), sluice.Reservation{})
+	_, err = s.Receive(ctx, io.MultiReader(bytes.NewReader(body[:len(body)-3]), &canceler{func() { cancel(gone) }}, onRead(func() { t.Error("the body is read on") })), -1, incoming(), sluice.Reservation{})
 	if !errors.Is(err, gone) {
 		t.Errorf("a context that ended: %v", err)
 	}
@@ -293,6 +293,18 @@ func TestAReadThatFailsLeavesNothing(t *testing.T) {
 type stuck struct{}
 
 func (stuck) Read([]byte) (int, error) { return 0, nil }
+
+// canceler ends a context with its first read, which gives nothing, and is at its end with the second.
+type canceler struct{ cancel func() }
+
+func (c *canceler) Read([]byte) (int, error) {
+	if c.cancel == nil {
+		return 0, io.EOF
+	}
+	c.cancel()
+	c.cancel = nil
+	return 0, nil
+}
 
 type onRead func()
 
@@ -371,6 +383,29 @@ func TestARepeatedUploadFindsWhatTheFirstOneStored(t *testing.T) {
 		t.Errorf("the repetitions changed %+v", h)
 	}
 	mustAudit(t, s, "at the end")
+}
+
+func TestFindReturnsTheRefOfWhatIsHere(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), someCaps)
+	ref := mustPut(t, s, "a", 1, 100)
+	generation := ref.Generation()
+	if got, err := s.Find(t.Context(), "a", generation); err != nil || !got.Equal(ref) {
+		t.Errorf("%v, %v", got, err)
+	}
+	for _, c := range [][2]string{{"b", generation}, {"a", "other"}, {"a", ""}, {"../a", generation}, {"", ""}} {
+		_, err := s.Find(t.Context(), c[0], c[1])
+		wantError(t, fmt.Sprint(c), err, sluice.NotFound)
+	}
+	must(t, os.Remove(s.samplePath("a")))
+	_, err := s.Find(t.Context(), "a", generation)
+	wantError(t, "a file that is gone", err, sluice.NotFound)
+	must(t, os.WriteFile(s.samplePath("a"), []byte("garbage, longer than eight bytes"), 0o600))
+	_, err = s.Find(t.Context(), "a", generation)
+	wantError(t, "a file that is broken", err, sluice.Corrupt)
+	must(t, s.Close())
+	_, err = s.Find(t.Context(), "a", generation)
+	wantError(t, "a closed store", err, sluice.Closed)
 }
 
 func TestReceiveRefusesHeadersBeforeItTakesRoom(t *testing.T) {
