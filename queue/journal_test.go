@@ -432,6 +432,32 @@ func TestAPutInFlightAtACrashMayBeRepeatedForAMinute(t *testing.T) {
 	})
 }
 
+// What came back of a later window stands at the head of its rank's share. That it was ever given may be lost, and with it that all of the windows before were given; if they then
+// counted as not delivered, the head would wait for those behind it.
+func TestAPlaceThatCameBackDoesNotBarItsRankWhenItsLeaseIsLost(t *testing.T) {
+	j, clock := &memJournal{}, queuetest.NewClock()
+	f := newFixture(t, func(c *sluice.RunConfig) {
+		c.LargestSample, c.Windows = 100, &sluice.Windows{Ranks: 1, PerRank: 2, Prefetch: 1}
+	}, &Options{Journal: j, Clock: clock})
+	f.put(4)
+	if got := ids(f.acquire(alice, 4)); got != "s0 s1 s2 s3 " {
+		t.Fatal(got)
+	}
+	clock.Advance(30 * time.Second) // all run out
+	if err := f.q.Stop(bg); err != nil {
+		t.Fatal(err)
+	}
+	last := j.records[len(j.records)-1]
+	if !last.Lazy || !strings.Contains(string(last.Data), `"how":"retry"`) {
+		t.Fatalf("the last record is %s", last.Data)
+	}
+	kept := append(slices.DeleteFunc(slices.Clone(j.records), func(r sluice.Record) bool { return r.Lazy }), last)
+	f.q = newQueue(t, f.cfg, f.store, &Options{Journal: &memJournal{records: kept}, Clock: clock})
+	if got := ids(f.acquire(alice, 4)); len(got) != len("s0 s1 s2 s3 ") {
+		t.Errorf("acquired %q after the crash, want all four", got)
+	}
+}
+
 func TestAJournalOfNonsenseIsRefused(t *testing.T) {
 	for _, data := range []string{`{`, `{"t":"what"}`, `{"t":"put"}`, `{"t":"lease","seq":7,"lease":"00000000000000000000000000000000"}`, `{"t":"window","seqs":[1]}`, `{"t":"snap-samples","list":[{"seq":1,"place":0}]}`, `{"t":"skip"}`, `{"t":"shape"}`} {
 		store := queuetest.NewStore(roomy)

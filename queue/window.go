@@ -220,6 +220,7 @@ func (q *Queue) pull(sl *slot) {
 // putBack returns a place to the front of its rank's share.
 func (q *Queue) putBack(sl *slot) {
 	q.pull(sl)
+	q.delivered(sl) // its lease's record may have been lost
 	q.line(sl, true)
 }
 
