@@ -210,11 +210,19 @@ func (q *Queue) wedgeText(h sluice.Health, head sluice.GateState) string {
 	return b.String()
 }
 
-// knownBytes are the bytes of the samples that the queue claims, for a wedged queue: those leased and dead.
-func (q *Queue) knownBytes() int64 {
-	n := q.deadBytes
-	for _, c := range q.consumers {
-		n += c.heldBytes
+// knownBytes are the bytes of the samples that the queue claims or is about to. It looks at each, of which there are few: none is pending, but for less than a window.
+func (q *Queue) knownBytes() (n int64) {
+	for _, s := range q.byID {
+		if !s.freed {
+			n += s.bytes
+		}
+	}
+	for _, list := range q.older {
+		for _, s := range list {
+			if !s.freed {
+				n += s.bytes
+			}
+		}
 	}
 	return n
 }

@@ -27,7 +27,8 @@ type sim struct {
 	rows     []int // tokens of each
 	workers  int   // of each producer
 	forward  time.Duration
-	loaders  int
+	loaders  int // ranks, where there are windows
+	members  int // of each: those of a replica group have a loader each
 	batch    int
 	pulls    int // batches a step
 	prefetch int
@@ -41,12 +42,23 @@ type sim struct {
 // tokenBytes is what a token takes in the samples of a sim.
 const tokenBytes = 3*4*4 + 3*8 + 4*4 // aux_hidden_states, ids and masks, last_hidden_states
 
+var eagle3 = func() *sluice.Schema {
+	s, err := sluice.SchemaOf(sluice.EAGLE3)
+	if err != nil {
+		panic(err)
+	}
+	return s
+}()
+
+func (s *sim) trainers() int { return s.loaders * s.members }
+
 func drawSim(t *rapid.T) sim {
 	s := sim{
 		rows:     rapid.SliceOfN(rapid.IntRange(3, 12), 1, 40).Draw(t, "rows"),
 		workers:  rapid.IntRange(1, 3).Draw(t, "workers"),
 		forward:  rapid.SampledFrom([]time.Duration{0, 20 * time.Millisecond, 4 * time.Second}).Draw(t, "forward"),
 		loaders:  rapid.IntRange(1, 3).Draw(t, "loaders"),
+		members:  rapid.SampledFrom([]int{1, 1, 2}).Draw(t, "members"),
 		batch:    rapid.IntRange(1, 3).Draw(t, "batch"),
 		pulls:    rapid.IntRange(1, 3).Draw(t, "batches a step"),
 		prefetch: rapid.SampledFrom([]int{-1, 1, 2, 3}).Draw(t, "prefetch"),
@@ -78,6 +90,16 @@ func drawSim(t *rapid.T) sim {
 		need = steps*step + 1
 		least = need
 		s.failing = rapid.IntRange(0, 5).Draw(t, "failing")
+	}
+	if least == need {
+		c.Schema = eagle3
+		for _, few := range []sluice.Caps{{MaxSamples: int64(need - 1)}, {MaxBytes: int64(need)*c.LargestSample - 1}} {
+			less := *c
+			less.Caps = few
+			if _, err := less.Resolve(); !errors.Is(err, sluice.ErrInvalid) {
+				t.Fatalf("the caps %+v are accepted: %v", few, err)
+			}
+		}
 	}
 	room := rapid.IntRange(least, need+5).Draw(t, "room")
 	s.tight = room < need
@@ -153,11 +175,9 @@ type simRun struct {
 }
 
 func (s *sim) open(ctx context.Context, wrap func(sluice.Queue) sluice.Queue, onEvent func(stream.Event)) (*simRun, error) {
-	r := &simRun{sim: s, counts: make([]int, s.loaders), step: barrier{n: s.loaders, open: make(chan struct{})}}
+	s.cfg.Schema = eagle3
+	r := &simRun{sim: s, counts: make([]int, s.trainers()), step: barrier{n: s.trainers(), open: make(chan struct{})}}
 	var err error
-	if s.cfg.Schema, err = sluice.SchemaOf(sluice.EAGLE3); err != nil {
-		return nil, err
-	}
 	if r.store, err = memstore.New(&memstore.Options{Caps: s.cfg.Caps}); err != nil {
 		return nil, err
 	}
@@ -202,7 +222,7 @@ func (s *sim) open(ctx context.Context, wrap func(sluice.Queue) sluice.Queue, on
 func (r *simRun) trainAll(ctx context.Context, cancel context.CancelFunc) error {
 	var trainers sync.WaitGroup
 	var bad errorList
-	for i := range r.loaders {
+	for i := range r.trainers() {
 		trainers.Go(func() {
 			if err := r.trainer(ctx, i); err != nil {
 				bad.add("trainer %d: %w", i, err)
@@ -232,15 +252,12 @@ func (r *simRun) end(ctx context.Context) (sluice.Status, error) {
 }
 
 func (r *simRun) loader(i int, q sluice.Queue, store sluice.Store) (*stream.Loader, error) {
-	return stream.NewLoader(stream.LoaderConfig{Queue: q, Store: store, Schema: r.cfg.Schema, Consumer: sluice.Consumer{Name: fmt.Sprint("trainer-", i), Rank: i * min(1, r.ranks())},
-		Batch: r.batch, Prefetch: r.prefetch, Ack: r.ack, OnEvent: func(stream.Event) {}})
-}
-
-func (r *simRun) ranks() int {
-	if r.cfg.Windows == nil {
-		return 0
+	c := sluice.Consumer{Name: fmt.Sprint("trainer-", i/r.members), Member: i % r.members, Members: r.members}
+	if r.cfg.Windows != nil {
+		c.Rank = i / r.members
 	}
-	return r.cfg.Windows.Ranks
+	return stream.NewLoader(stream.LoaderConfig{Queue: q, Store: store, Schema: r.cfg.Schema, Consumer: c,
+		Batch: r.batch, Prefetch: r.prefetch, Ack: r.ack, OnEvent: func(stream.Event) {}})
 }
 
 // trainer consumes to the end. Ranks of windows step together.
@@ -280,7 +297,7 @@ func (r *simRun) trainer(ctx context.Context, i int) (err error) {
 			continue
 		}
 		pulled = 0
-		if r.ranks() > 0 {
+		if r.cfg.Windows != nil {
 			if err := r.step.wait(ctx); err != nil {
 				return fmt.Errorf("rank %d waits for the others, which are not in step: %w", i, err)
 			}
@@ -320,7 +337,7 @@ func (s *sim) run(ctx context.Context) error {
 	batches := 0
 	for _, n := range r.counts {
 		batches += n
-		if r.ranks() > 0 && n != r.counts[0] {
+		if r.cfg.Windows != nil && n != r.counts[0] {
 			return fmt.Errorf("the ranks had %v batches", r.counts)
 		}
 	}
@@ -429,7 +446,7 @@ type stuck struct {
 func drawStuck(t *rapid.T) stuck {
 	s := stuck{sim: sim{
 		workers: rapid.IntRange(1, 3).Draw(t, "workers"), forward: rapid.SampledFrom([]time.Duration{0, 20 * time.Millisecond, 4 * time.Second}).Draw(t, "forward"),
-		loaders: rapid.IntRange(1, 2).Draw(t, "loaders"), batch: rapid.IntRange(1, 3).Draw(t, "batch"), pulls: 1,
+		loaders: rapid.IntRange(1, 2).Draw(t, "loaders"), members: 1, batch: rapid.IntRange(1, 3).Draw(t, "batch"), pulls: 1,
 		prefetch: rapid.SampledFrom([]int{-1, 1, 2}).Draw(t, "prefetch"), train: rapid.SampledFrom([]time.Duration{0, 30 * time.Millisecond, 7 * time.Second}).Draw(t, "train"), ack: stream.AckOnNext,
 	}}
 	c := &s.cfg
@@ -600,6 +617,9 @@ func (s *stuck) explain(st sluice.Status, told []string) error {
 	if s.unacked != (leases > 0) || int(h.DeadSamples) != s.dead {
 		return fmt.Errorf("it wedged otherwise than it should: %+v", st)
 	}
+	if !s.kept && strings.Contains(st.Wedged, "done with") {
+		return fmt.Errorf("the status blames tensors that nobody kept: %s", st.Wedged)
+	}
 	for _, w := range want {
 		if !strings.Contains(st.Wedged, w) {
 			return fmt.Errorf("the status says %q, and not %q", st.Wedged, w)
@@ -630,7 +650,7 @@ func TestARunThatMustWedgeSaysWhy(t *testing.T) {
 func TestAWindowEndsABatchThatItsShareDoesNotFill(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
-		s := sim{rows: []int{3, 4, 5, 6, 7, 8, 9, 10}, workers: 1, loaders: 2, batch: 2, pulls: 2, ack: stream.AckOnNext,
+		s := sim{rows: []int{3, 4, 5, 6, 7, 8, 9, 10}, workers: 1, loaders: 2, members: 1, batch: 2, pulls: 2, ack: stream.AckOnNext,
 			cfg: sluice.RunConfig{RunID: "r", LargestSample: 10 * tokenBytes, Caps: sluice.Caps{MaxSamples: 7}, Windows: &sluice.Windows{Ranks: 2, PerRank: 3}}}
 		if err := s.run(t.Context()); err != nil {
 			t.Error(err)
