@@ -22,6 +22,7 @@ type admission struct {
 }
 
 // PutAll is Put for many at once, in order: their records are written together, and one wait makes all of them durable. Each is answered for itself, as Put would.
+// An id that a call names twice is put behind the others the second time.
 func (q *Queue) PutAll(ctx context.Context, puts []sluice.PutRequest) []PutResult {
 	results := make([]PutResult, len(puts))
 	under := make([]admission, len(puts))
