@@ -116,7 +116,7 @@ func (b *bed) restart() {
 // poll waits for something that happens by itself.
 func (b *bed) poll(what string, f func() bool) {
 	b.t.Helper()
-	for end := time.Now().Add(10 * time.Second); !f(); {
+	for end := time.Now().Add(time.Minute); !f(); {
 		if time.Now().After(end) {
 			b.t.Fatalf("%s: it does not happen", what)
 		}

@@ -67,16 +67,26 @@ func (r *run) enter() error {
 
 func (r *run) leave() { r.life.RUnlock() }
 
-// watched captures the samples that the queue asks the store for when it recovers, since to list them is to read every file's header.
+// watched is the store as the queue sees it. While the queue recovers it notes what that claims, and what else there is: to list a sample is to read the head of its file, and
+// of those that were claimed the queue knows all.
 type watched struct {
 	*dirstore.Store
-	samples []sluice.SampleInfo
+	claimed map[string]struct{} // nil when the queue is open
+	others  []sluice.SampleInfo
 	asked   bool
 }
 
+func (w *watched) Claim(ref sluice.Ref, owner string) error {
+	err := w.Store.Claim(ref, owner)
+	if err == nil && w.claimed != nil {
+		w.claimed[ref.SampleID()] = struct{}{}
+	}
+	return err
+}
+
 func (w *watched) Samples(ctx context.Context) ([]sluice.SampleInfo, error) {
-	samples, err := w.Store.Samples(ctx)
-	w.samples, w.asked = samples, err == nil
+	samples, err := w.SamplesExcept(ctx, func(id string) bool { _, ok := w.claimed[id]; return ok })
+	w.others, w.asked = samples, err == nil
 	return samples, err
 }
 
@@ -113,11 +123,12 @@ func (r *run) openQueue(ctx context.Context, cfg sluice.RunConfig) (*watched, er
 	if err != nil {
 		return nil, err
 	}
-	seen := &watched{Store: r.store}
+	seen := &watched{Store: r.store, claimed: map[string]struct{}{}}
 	q, err := queue.Open(ctx, cfg, seen, &queue.Options{Journal: j, Clock: r.s.opts.Clock, Logger: r.s.log, OnEvent: r.onEvent})
 	if err != nil {
 		return nil, errors.Join(err, j.Close())
 	}
+	seen.claimed = nil
 	r.journal, r.q = j, q
 	return seen, nil
 }
@@ -138,13 +149,13 @@ func (r *run) takeUploads(ctx context.Context, seen *watched) error {
 	}
 	now := r.s.now()
 	n := 0
-	for _, info := range seen.samples {
+	for _, info := range seen.others {
 		if info.Owner == "" {
 			r.uploaded(info.Ref, nil, now.Add(r.s.opts.ReservationTime))
 			n++
 		}
 	}
-	seen.samples = nil
+	seen.others = nil
 	if n > 0 {
 		r.s.log.Info("samples that were never committed were found; they go unless they are", "run", r.id, "samples", n, "in", r.s.opts.ReservationTime)
 	}

@@ -44,6 +44,11 @@ func (s *Store) Find(context.Context, string, string) (sluice.Ref, error) {
 	return sluice.Ref{}, unsupported("find")
 }
 
+// SamplesExcept fails with ErrUnsupported.
+func (s *Store) SamplesExcept(context.Context, func(string) bool) ([]sluice.SampleInfo, error) {
+	return nil, unsupported("samples")
+}
+
 // Loan needs Linux; here there is none.
 type Loan struct{}
 
