@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"log/slog"
 	"net"
@@ -184,6 +185,40 @@ func TestTokensAreSentAndNeverShown(t *testing.T) {
 				t.Error("the token is shown")
 			}
 		})
+	}
+}
+
+func TestTheTokenOfTheStateDirectoryGoesToItsOwnServiceAlone(t *testing.T) {
+	t.Parallel()
+	const secret = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+	state := func(url string) string {
+		dir := t.TempDir()
+		tokens, err := wire.FormatTokens([]wire.Token{{Name: "op", Role: "operator", Value: secret}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		endpoint, err := json.Marshal(wire.Endpoint{URL: url})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(os.WriteFile(filepath.Join(dir, wire.TokensFile), tokens, 0o600), os.WriteFile(filepath.Join(dir, wire.EndpointFile), endpoint, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		return dir
+	}
+	for url, want := range map[string]string{"http://127.0.0.1:7447": secret, "http://127.0.0.1:7448": "", "http://evil.example:7447": "", "unix:/x": ""} {
+		o := Options{URL: url, StateDir: state("http://127.0.0.1:7447")}
+		if to, err := o.resolve(); err != nil || to.token != want {
+			t.Errorf("%s is sent %q: %v", url, to.token, err)
+		}
+	}
+	open := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(open, []byte(secret), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	o := Options{URL: "http://h", TokenFile: open}
+	if _, err := o.resolve(); !errors.Is(err, sluice.ErrDenied) {
+		t.Errorf("a file that others may read: %v", err)
 	}
 }
 

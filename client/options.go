@@ -4,6 +4,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/url"
@@ -24,8 +25,8 @@ type Options struct {
 	// StateDir is the state directory of a service on this host. If it is empty, it is the one that `sluice serve` uses by default.
 	StateDir string
 
-	// Token proves who calls; the unix socket needs none. A program that keeps its secrets elsewhere gives it here, all others name TokenFile, a file that holds the
-	// token and nothing else; if that is empty too, $SLUICE_TOKEN_FILE counts. Tokens never appear in logs and errors.
+	// Token proves who calls; the unix socket needs none, and the service of StateDir is called with the token that lies there. A program that keeps its secrets elsewhere gives it here, all others name TokenFile, a file that holds the
+	// token and nothing else, and that nobody else has access to; if that is empty too, $SLUICE_TOKEN_FILE counts. Tokens never appear in logs and errors.
 	Token     string
 	TokenFile string
 
@@ -88,6 +89,18 @@ func (o *Options) resolve() (target, error) {
 	if err != nil {
 		return t, err
 	}
+	if t.token, err = o.token(); err != nil {
+		return t, err
+	}
+	if t.token == "" && t.socket == "" {
+		own := ""
+		if t.token, own, err = o.ownToken(t.base); err != nil {
+			return t, err
+		}
+		if ca == "" {
+			ca = own
+		}
+	}
 	if ca != "" {
 		pem, err := os.ReadFile(ca)
 		if err != nil {
@@ -99,8 +112,7 @@ func (o *Options) resolve() (target, error) {
 		}
 		t.tls = &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
 	}
-	t.token, err = o.token()
-	return t, err
+	return t, nil
 }
 
 func (o *Options) discover() (wire.Endpoint, error) {
@@ -129,18 +141,36 @@ func (o *Options) token() (string, error) {
 	if file == "" {
 		return "", nil
 	}
-	data, err := os.ReadFile(file)
+	f, err := wire.OpenPrivate(file, true)
+	if err != nil {
+		return "", &sluice.Error{Kind: sluice.Denied, Op: "client", Subject: from, Err: err}
+	}
+	defer f.Close() //nolint:errcheck // nothing was written
+	data, err := io.ReadAll(io.LimitReader(f, maxToken+3))
 	if err != nil {
 		return "", &sluice.Error{Kind: sluice.Denied, Op: "client", Subject: from, Err: err}
 	}
 	return checkToken(from, strings.TrimSpace(string(data)))
 }
 
+// ownToken is that of the service of the state directory, if it is the one that is called.
+func (o *Options) ownToken(url string) (token, caFile string, err error) {
+	dir := o.StateDir
+	if dir == "" {
+		if dir, err = wire.StateDir(); err != nil {
+			return "", "", nil //nolint:nilerr // there is no such directory, and so no service of it
+		}
+	}
+	return wire.OwnToken(dir, url)
+}
+
+const maxToken = 4096
+
 // checkToken keeps what is no token out of a header, and out of the message.
 func checkToken(from, token string) (string, error) {
 	bad := func(r rune) bool { return r <= ' ' || r >= 0x7f }
-	if token == "" || len(token) > 4096 || strings.ContainsFunc(token, bad) {
-		return "", invalid(from, "holds no token: want up to 4096 printable ASCII characters without spaces")
+	if token == "" || len(token) > maxToken || strings.ContainsFunc(token, bad) {
+		return "", invalid(from, "holds no token: want up to %d printable ASCII characters without spaces", maxToken)
 	}
 	return token, nil
 }

@@ -57,23 +57,27 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 	if where == "" {
 		where = os.Getenv(wire.EnvURL)
 	}
-	ca, local := s.caFile, wire.Endpoint{}
-	if dir, err := stateDir(s.state); err == nil || where == "" {
-		if err == nil {
-			local, err = wire.ReadEndpoint(dir)
-		}
-		if err != nil && where == "" {
+	dir, err := stateDir(s.state)
+	if where == "" {
+		if err != nil {
 			return nil, err
 		}
+		e, err := wire.ReadEndpoint(dir)
+		if err != nil {
+			return nil, err
+		}
+		where = "unix:" + e.Socket
 	}
-	if where == "" {
-		where = "unix:" + local.Socket
+	token, err := s.token()
+	if err != nil {
+		return nil, err
 	}
+	ca := s.caFile
 	invalid := func(detail string) (*caller, error) {
 		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: "--url", Detail: detail, Hint: "want http://host:port, https://host:port or unix:/path"}
 	}
 	transport := &http.Transport{DisableKeepAlives: true}
-	c := &caller{where: where, base: where, http: &http.Client{Transport: transport, Timeout: callTime, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}}
+	c := &caller{where: where, base: where, token: token, http: &http.Client{Transport: transport, Timeout: callTime, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}}
 	if path, ok := strings.CutPrefix(where, "unix:"); ok {
 		c.base = "http://localhost"
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
@@ -90,10 +94,16 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 			return invalid("is no address of a service")
 		}
 		c.base = u.Scheme + "://" + u.Host
-		if ca == "" && c.base == local.URL {
-			ca = local.CAFile
+		if token == "" && dir != "" {
+			own := ""
+			if c.token, own, err = wire.OwnToken(dir, c.base); err != nil {
+				return nil, err
+			}
+			if ca == "" {
+				ca = own
+			}
 		}
-		if ip := net.ParseIP(u.Hostname()); u.Scheme == "http" && u.Hostname() != "localhost" && (ip == nil || !ip.IsLoopback()) {
+		if ip := net.ParseIP(u.Hostname()); c.token != "" && u.Scheme == "http" && u.Hostname() != "localhost" && (ip == nil || !ip.IsLoopback()) {
 			fmt.Fprintln(stderr, "sluice: warning: the token crosses the network in the clear, since the address is http")
 		}
 	}
@@ -108,35 +118,19 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 		}
 		transport.TLSClientConfig = &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12}
 	}
-	return c, c.findToken(s, local)
+	return c, nil
 }
 
-// findToken takes the file that was named, or, for the service of the state directory alone, the operator's token there. The socket needs none.
-func (c *caller) findToken(s *serviceFlags, local wire.Endpoint) error {
+// token is what the file holds that was named.
+func (s *serviceFlags) token() (token string, err error) {
 	file := s.tokenFile
 	if file == "" {
 		file = os.Getenv(wire.EnvTokenFile)
 	}
-	if file != "" {
-		token, err := wire.ReadToken(file)
-		c.token = token
-		return err
+	if file == "" {
+		return "", nil
 	}
-	if local.URL == "" || c.base != local.URL {
-		return nil
-	}
-	dir, err := stateDir(s.state)
-	if err != nil {
-		return err
-	}
-	tokens, err := wire.ReadTokens(dir)
-	for _, t := range tokens {
-		if t.Role == "operator" && t.Run == "" {
-			c.token = t.Value
-			return nil
-		}
-	}
-	return err
+	return wire.ReadToken(file)
 }
 
 // do makes one call. in and out may be nil. What the service refuses comes back as it said it.

@@ -215,7 +215,18 @@ func TestTheLocalTokenGoesToTheLocalServiceAlone(t *testing.T) {
 			t.Errorf("%s is sent %q", url, call.token)
 		}
 	}
-	if strings.Count(warned.String(), "in the clear") != 1 {
-		t.Errorf("warnings: %q", warned.String())
+	if warned.Len() != 0 {
+		t.Errorf("warned where no token goes out: %q", warned.String())
+	}
+	file := filepath.Join(dir, "token")
+	if err := os.WriteFile(file, []byte(secret), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for url, want := range map[string]bool{"http://trainer-3:7447": true, "http://10.0.0.1:7447": true, "https://trainer-3:7447": false, "http://localhost:7447": false, "http://[::1]:7447": false, "unix:/x": false} {
+		warned.Reset()
+		call, err := (&serviceFlags{url: url, state: dir, tokenFile: file}).dial(&warned)
+		if err != nil || call.token != secret || strings.Contains(warned.String(), "in the clear") != want {
+			t.Errorf("%s: %v, warned %q", url, err, warned.String())
+		}
 	}
 }

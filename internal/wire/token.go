@@ -119,6 +119,28 @@ func ReadTokens(dir string) ([]Token, error) {
 	return tokens, err
 }
 
+// OwnToken is the operator's token of the service whose state is in dir, and the certificate to trust for it, if url is that service's address: what lies there is for no other address. Both are
+// empty if it is not.
+func OwnToken(dir, url string) (token, caFile string, err error) {
+	e, err := ReadEndpoint(dir)
+	if errors.Is(err, sluice.ErrUnavailable) || err == nil && (e.URL == "" || e.URL != url) {
+		return "", "", nil
+	}
+	if err != nil {
+		return "", "", err
+	}
+	tokens, err := ReadTokens(dir)
+	if err != nil {
+		return "", "", err
+	}
+	for _, t := range tokens {
+		if t.Role == "operator" && t.Run == "" {
+			return t.Value, e.CAFile, nil
+		}
+	}
+	return "", e.CAFile, nil
+}
+
 // ReadToken reads a file that holds one token and nothing else, such as $SLUICE_TOKEN_FILE names. It may be reached through symbolic links, as secrets that an orchestrator mounts
 // are, but nobody else may have access to it.
 func ReadToken(path string) (string, error) {

@@ -793,7 +793,7 @@ func TestTheSocketOfADeadServiceIsReplacedAndThatOfALiveOneIsNot(t *testing.T) {
 	if err != nil || info.Mode() != os.ModeSocket|0o600 {
 		t.Errorf("socket: %v %v", info, err)
 	}
-	if second, err := listenUnix(dir); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), "a service listens") {
+	if second, err := listenUnix(dir); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), "a service listens there;") {
 		t.Errorf("got %v %v", second, err)
 	}
 	left, err := os.ReadDir(dir)
