@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"net/http"
 	"os"
 	"path/filepath"
 	"sync"
@@ -18,7 +17,7 @@ import (
 
 // storeHarness gives every store a service of its own, since the suite's samples are all of a run called "run". The service goes by the real time: a clock that jumps ends reservations there,
 // which is its own affair.
-func storeHarness(w way, dir func(testing.TB) string, wrap ...func(http.Handler) http.Handler) storetest.Harness {
+func storeHarness(w way, dir func(testing.TB) string) storetest.Harness {
 	type home struct {
 		l *live
 		c *Client
@@ -54,7 +53,7 @@ func storeHarness(w way, dir func(testing.TB) string, wrap ...func(http.Handler)
 	return storetest.Harness{
 		Open: func(t testing.TB, o storetest.Options) sluice.Store {
 			t.Helper()
-			return open(t, serve(t, dir(t), nil, wrap...), o.Caps)
+			return open(t, serve(t, dir(t), nil), o.Caps)
 		},
 		Peer: func(t testing.TB, s sluice.Store) sluice.Store {
 			t.Helper()
@@ -105,7 +104,7 @@ func TestStoreConformance(t *testing.T) {
 }
 
 func TestStoreConformanceOnDisk(t *testing.T) {
-	for _, w := range []way{overUnix, overHTTP} {
+	for _, w := range []way{overUnix, overHTTP} { // with checksums
 		t.Run(w.name, func(t *testing.T) { storetest.Run(t, storeHarness(w, disk)) })
 	}
 }

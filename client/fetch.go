@@ -79,10 +79,11 @@ func (d *download) parts(p []byte, off int64) error {
 
 // part fills p, going on where a connection broke.
 func (d *download) part(ctx context.Context, p []byte, off int64) error {
+	id := newID()
 	var pause backoff
 	since := time.Now()
 	for done := 0; ; {
-		n, err := d.stream(ctx, p[done:], off+int64(done))
+		n, err := d.stream(ctx, id, p[done:], off+int64(done))
 		done += n
 		if err == nil {
 			return nil
@@ -110,12 +111,12 @@ func (d *download) part(ctx context.Context, p []byte, off int64) error {
 }
 
 // stream fills p from one response, and says how far it came.
-func (d *download) stream(ctx context.Context, p []byte, off int64) (n int, err error) {
+func (d *download) stream(ctx context.Context, id string, p []byte, off int64) (n int, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	watch := time.AfterFunc(stall, func() { cancel(fmt.Errorf("no byte came for %v", stall)) })
 	defer watch.Stop()
-	req, err := d.c.request(ctx, http.MethodGet, d.path, newID())
+	req, err := d.c.request(ctx, http.MethodGet, d.path, id)
 	if err != nil {
 		return 0, err
 	}

@@ -74,15 +74,19 @@ func serve(t testing.TB, dir string, edit func(*service.Options), wrap ...func(h
 		edit(&l.opts)
 	}
 	l.start()
-	t.Cleanup(func() {
-		for _, c := range l.clients {
-			if err := c.Close(); err != nil {
-				t.Errorf("Close of a client: %v", err)
-			}
-		}
-		l.stop()
-	})
+	t.Cleanup(l.stop)
+	t.Cleanup(l.hangUp)
 	return l
+}
+
+// hangUp closes the clients.
+func (l *live) hangUp() {
+	for _, c := range l.clients {
+		if err := c.Close(); err != nil {
+			l.t.Errorf("Close of a client: %v", err)
+		}
+	}
+	l.clients = nil
 }
 
 func (l *live) start() {

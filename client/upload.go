@@ -29,11 +29,12 @@ func (s *store) upload(ctx context.Context, ref sluice.Ref, layout *safetensors.
 	if err != nil {
 		return err
 	}
+	id := newID()
 	var pause backoff
 	since := time.Now()
 	for attempts := 1; ; attempts++ {
 		body := &uploadBody{ctx: ctx, bufs: bufs}
-		err := s.uploadOnce(ctx, path, string(fields), layout.Size(), body)
+		err := s.uploadOnce(ctx, path, id, string(fields), layout.Size(), body)
 		var l *lost
 		if !errors.As(err, &l) {
 			return s.echo(ctx, ref, attempts, err)
@@ -61,7 +62,7 @@ func (s *store) takeBack(ctx context.Context, ref sluice.Ref) {
 	}
 }
 
-func (s *store) uploadOnce(ctx context.Context, path, fields string, size int64, body *uploadBody) error {
+func (s *store) uploadOnce(ctx context.Context, path, id, fields string, size int64, body *uploadBody) error {
 	began := time.Now()
 	defer func() { body.took = time.Since(began) }()
 	// Once all is sent, the call is as good as done: it is not given up with ctx, so that it does not end undecided. Until then the body sees to that.
@@ -71,7 +72,7 @@ func (s *store) uploadOnce(ctx context.Context, path, fields string, size int64,
 	defer cancel(nil)
 	body.watch = time.AfterFunc(stall, func() { cancel(fmt.Errorf("nothing moved for %v", stall)) })
 	defer body.watch.Stop()
-	req, err := s.c.request(longer, http.MethodPut, path, newID())
+	req, err := s.c.request(longer, http.MethodPut, path, id)
 	if err != nil {
 		return err
 	}

@@ -249,6 +249,17 @@ func (h *holdings) unpin(id sluice.HandleID) {
 	delete(h.pins, id)
 }
 
+// allPins takes out the pins.
+func (h *holdings) allPins() (all []*pin) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, p := range h.pins {
+		all = append(all, p)
+	}
+	clear(h.pins)
+	return all
+}
+
 // endSession takes out what a session holds.
 func (h *holdings) endSession(s *session) (e ended) {
 	h.mu.Lock()

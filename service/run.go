@@ -255,6 +255,9 @@ func (r *run) stop(ctx context.Context, why *sluice.Error) error {
 		err = errors.Join(err, r.stopQueue(ctx))
 		r.q = nil
 	}
+	for _, p := range r.allPins() { // a store stays as long as its loans, and these have no owner any more
+		err = errors.Join(err, p.lost())
+	}
 	if r.store != nil {
 		err = errors.Join(err, r.store.Close())
 	}
