@@ -23,6 +23,8 @@ import (
 
 var bg = context.Background()
 
+const testToken = "abcdefghijklmnopqrstuvwxyz0123"
+
 func TestLostAnswersAreAskedForAgainWithTheSameID(t *testing.T) {
 	t.Parallel()
 	unavailable := &sluice.Error{Kind: sluice.Unavailable, Op: "service", Detail: "is starting"}
@@ -144,7 +146,7 @@ func TestWhatIsNoServiceIsNotAskedTwice(t *testing.T) {
 			n := 0
 			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { n++; h(w, r) }))
 			defer s.Close()
-			_, err := Dial(bg, Options{URL: s.URL, Token: "secret-token"})
+			_, err := Dial(bg, Options{URL: s.URL, Token: testToken})
 			if err == nil || n != 1 {
 				t.Fatalf("Dial: %v after %d attempts, want an error after one", err, n)
 			}
@@ -158,11 +160,11 @@ func TestWhatIsNoServiceIsNotAskedTwice(t *testing.T) {
 func TestTokensAreSentAndNeverShown(t *testing.T) {
 	t.Parallel()
 	file := filepath.Join(t.TempDir(), "token")
-	if err := os.WriteFile(file, []byte("s3cret\n"), 0o600); err != nil {
+	if err := os.WriteFile(file, []byte(testToken+"\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for name, edit := range map[string]func(*Options){
-		"by value":  func(o *Options) { o.Token = "s3cret" },
+		"by value":  func(o *Options) { o.Token = testToken },
 		"in a file": func(o *Options) { o.TokenFile = file },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -178,10 +180,10 @@ func TestTokensAreSentAndNeverShown(t *testing.T) {
 			if !errors.Is(err, sluice.ErrDenied) {
 				t.Errorf("got %v", err)
 			}
-			if got := f.of("GET", "/v1/status")[0].token; got != "Bearer s3cret" {
+			if got := f.of("GET", "/v1/status")[0].token; got != "Bearer "+testToken {
 				t.Errorf("the header is %q", got)
 			}
-			if strings.Contains(log.String()+err.Error(), "s3cret") {
+			if strings.Contains(log.String()+err.Error(), testToken) {
 				t.Error("the token is shown")
 			}
 		})
@@ -240,9 +242,9 @@ func TestOptionsThatCanNotBe(t *testing.T) {
 		"query":           {Options{URL: "http://h/?token=hush"}, []string{"has a query"}},
 		"ranges":          {Options{URL: "http://h", Ranges: 65}, []string{"Ranges", "65", "1 to 64"}},
 		"patience":        {Options{URL: "http://h", Patience: -1}, []string{"Patience"}},
-		"token":           {Options{URL: "http://h", Token: "hush hush"}, []string{"Token", "without spaces"}},
-		"empty token":     {Options{URL: "http://h", TokenFile: empty}, []string{"TokenFile", "holds no token"}},
-		"no token file":   {Options{URL: "http://h", TokenFile: empty + "x"}, []string{"TokenFile", "no such file"}},
+		"token":           {Options{URL: "http://h", Token: "hush hush"}, []string{"Token", "26 to 256"}},
+		"empty token":     {Options{URL: "http://h", TokenFile: empty}, []string{"holds no token"}},
+		"no token file":   {Options{URL: "http://h", TokenFile: empty + "x"}, []string{"no such file"}},
 		"no ca":           {Options{URL: "https://h", CAFile: empty}, []string{"CAFile", "no certificate"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -300,6 +302,21 @@ func TestTheServiceIsFoundInOrder(t *testing.T) {
 		t.Errorf("the state directory's is %s", got)
 	}
 	endpoint(`{"pid":1,"url":"` + state.URL + `"}`)
+	if _, err := Dial(bg, Options{}); !errors.Is(err, sluice.ErrNotFound) || !strings.Contains(err.Error(), wire.TokensFile) {
+		t.Errorf("without a token: %v", err)
+	}
+	tokens, err := wire.FormatTokens([]wire.Token{{Name: "p", Role: "producer", Value: testToken + "p"}, {Name: "o", Role: "operator", Value: testToken}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, wire.TokensFile), tokens, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if calls := state.of("GET", "/v1/status"); calls[len(calls)-1].token != "Bearer "+testToken {
+			t.Errorf("the token of the state directory was not used")
+		}
+	}()
 	if got := used(Options{StateDir: dir}); got != state.URL {
 		t.Errorf("without a socket it is %s", got)
 	}

@@ -136,9 +136,9 @@ func TestAWaitIsCutIntoSlices(t *testing.T) {
 		answer(w, http.StatusOK, wire.Delivery{End: len(waits) == 4})
 	})
 	q := opened(t, dialed(t, f, nil)).Queue()
-	d, err := q.Acquire(bg, sluice.AcquireRequest{Consumer: sluice.Consumer{Name: "ann"}, Wait: -1})
-	if err != nil || !d.End {
-		t.Fatalf("got %+v, %v", d, err)
+	d, err := q.Acquire(bg, sluice.AcquireRequest{Consumer: sluice.Consumer{Name: "ann"}, Wait: -1, RequestID: "mine"})
+	if err != nil || !d.End || !ids["mine"] {
+		t.Fatalf("got %+v, %v, with the ids %v", d, err, ids)
 	}
 	for _, w := range waits {
 		if w != slice {

@@ -4,7 +4,6 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/url"
@@ -132,25 +131,19 @@ func (o *Options) discover() (wire.Endpoint, error) {
 
 func (o *Options) token() (string, error) {
 	if o.Token != "" {
-		return checkToken("Token", o.Token)
+		if !wire.ValidTokenValue(o.Token) {
+			return "", invalid("Token", "holds no token: want 26 to 256 letters, digits, - and _")
+		}
+		return o.Token, nil
 	}
-	file, from := o.TokenFile, "TokenFile"
+	file := o.TokenFile
 	if file == "" {
-		file, from = os.Getenv(wire.EnvTokenFile), wire.EnvTokenFile
+		file = os.Getenv(wire.EnvTokenFile)
 	}
 	if file == "" {
 		return "", nil
 	}
-	f, err := wire.OpenPrivate(file, true)
-	if err != nil {
-		return "", &sluice.Error{Kind: sluice.Denied, Op: "client", Subject: from, Err: err}
-	}
-	defer f.Close() //nolint:errcheck // nothing was written
-	data, err := io.ReadAll(io.LimitReader(f, maxToken+3))
-	if err != nil {
-		return "", &sluice.Error{Kind: sluice.Denied, Op: "client", Subject: from, Err: err}
-	}
-	return checkToken(from, strings.TrimSpace(string(data)))
+	return wire.ReadToken(file)
 }
 
 // ownToken is that of the service of the state directory, if it is the one that is called.
@@ -162,17 +155,6 @@ func (o *Options) ownToken(url string) (token, caFile string, err error) {
 		}
 	}
 	return wire.OwnToken(dir, url)
-}
-
-const maxToken = 4096
-
-// checkToken keeps what is no token out of a header, and out of the message.
-func checkToken(from, token string) (string, error) {
-	bad := func(r rune) bool { return r <= ' ' || r >= 0x7f }
-	if token == "" || len(token) > maxToken || strings.ContainsFunc(token, bad) {
-		return "", invalid(from, "holds no token: want up to %d printable ASCII characters without spaces", maxToken)
-	}
-	return token, nil
 }
 
 func parseURL(where string) (target, error) {

@@ -41,7 +41,7 @@ func producerOf(p sluice.Producer) *wire.Producer {
 	return &wire.Producer{Name: p.Name, Incarnation: p.Incarnation}
 }
 
-// requestID is the caller's, or a fresh one for each slice: a slice that came to nothing is not what the next one repeats.
+// requestID is the caller's, or a fresh one.
 func requestID(callers string) string {
 	if callers != "" {
 		return callers
@@ -49,9 +49,10 @@ func requestID(callers string) string {
 	return newID()
 }
 
+// Reserve waits in slices. The first carries the caller's id; those behind it have their own, since what a slice came to is not what the next one shall repeat.
 func (q *queue) Reserve(ctx context.Context, r sluice.ReserveRequest) (sluice.Reservation, error) {
-	for {
-		got, err := reserve(ctx, q.c, q.run, wire.Reserve{Producer: producerOf(r.Producer), Bytes: []int64{r.Bytes}, WaitSeconds: wire.SecondsOf(slice), RequestID: requestID(r.RequestID)})
+	for id := requestID(r.RequestID); ; id = newID() {
+		got, err := reserve(ctx, q.c, q.run, wire.Reserve{Producer: producerOf(r.Producer), Bytes: []int64{r.Bytes}, WaitSeconds: wire.SecondsOf(slice), RequestID: id})
 		if err != nil || got.ID != "" {
 			return got, err
 		}
@@ -106,8 +107,9 @@ func consumerOf(c sluice.Consumer) wire.Consumer {
 	return wire.Consumer{Name: c.Name, Incarnation: c.Incarnation, Rank: c.Rank, Member: c.Member, Members: c.Members}
 }
 
+// Acquire waits in slices, with ids as those of Reserve.
 func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.Delivery, error) {
-	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead}
+	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead, RequestID: requestID(r.RequestID)}
 	for until := time.Now().Add(r.Wait); ; {
 		wait, last := slice, false
 		if r.Wait >= 0 {
@@ -118,11 +120,12 @@ func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.De
 				wait = r.Wait
 			}
 		}
-		in.WaitSeconds, in.RequestID = wire.SecondsOf(wait), requestID(r.RequestID)
+		in.WaitSeconds = wire.SecondsOf(wait)
 		d, err := q.acquire(ctx, &in)
 		if err != nil || d.End || len(d.Leases) > 0 || last {
 			return d, err
 		}
+		in.RequestID = newID()
 	}
 }
 
