@@ -109,7 +109,7 @@ func (c *Client) attempt(ctx context.Context, k *call, id string, body []byte) e
 	if err != nil {
 		return &lost{err}
 	}
-	defer resp.Body.Close()
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	return decode(resp, k.out)
 }
 
@@ -199,7 +199,7 @@ func noService(resp *http.Response, what string) error {
 	return &sluice.Error{Kind: sluice.Unavailable, Op: "client", Subject: resp.Request.URL.Path, Detail: fmt.Sprintf("the answer has the status %s and %s", resp.Status, what), Hint: "is that the address of a Sluice service?"}
 }
 
-// background is for what must be done although the caller's context has ended: d is its bound.
-func background(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), d)
+// background is for what must be done although the caller's context has ended, in bounded time.
+func background(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), giveBackTime)
 }

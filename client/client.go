@@ -111,7 +111,7 @@ func (c *Client) Close() error {
 	}
 	c.end(errClosed)
 	c.behind.Wait()
-	ctx, cancel := background(context.Background(), 5*time.Second)
+	ctx, cancel := background(context.Background())
 	defer cancel()
 	_, err := c.do(ctx, call{method: http.MethodDelete, path: "/v1/sessions/" + c.session, patience: time.Second})
 	if sluice.KindOf(err) == sluice.NotFound {
@@ -123,12 +123,16 @@ func (c *Client) Close() error {
 
 // open fails once the client is closed.
 func (c *Client) open() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
+	if c.isClosed() {
 		return errClosed
 	}
 	return nil
+}
+
+func (c *Client) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closed
 }
 
 // Status describes the service.

@@ -125,7 +125,7 @@ func (d *download) stream(ctx context.Context, id string, p []byte, off int64) (
 	if err != nil {
 		return 0, &lost{err}
 	}
-	defer resp.Body.Close()
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	switch resp.StatusCode {
 	case http.StatusPartialContent:
 		if want := fmt.Sprintf("bytes %d-%d/%d", off, off+int64(len(p))-1, d.size); resp.Header.Get("Content-Range") != want {

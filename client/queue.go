@@ -155,7 +155,7 @@ func (q *queue) acquire(ctx context.Context, in *wire.Acquire) (sluice.Delivery,
 
 // handBack returns what an acquire was given whose answer was not waited for. Asking again with the same id, without waiting, tells what that was.
 func (q *queue) handBack(ctx context.Context, in wire.Acquire) {
-	ctx, cancel := background(ctx, giveBackTime)
+	ctx, cancel := background(ctx)
 	defer cancel()
 	in.WaitSeconds = 0
 	var out wire.Delivery

@@ -58,7 +58,7 @@ func (c *Client) holdOnce(held func()) error {
 	if err != nil {
 		return err
 	}
-	defer resp.Body.Close()
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	if resp.StatusCode != http.StatusOK {
 		data, err := readAll(resp)
 		if err != nil {

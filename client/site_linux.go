@@ -55,7 +55,7 @@ func readID(path string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	defer f.Close()
+	defer f.Close() //nolint:errcheck // it was only read
 	data, err := io.ReadAll(io.LimitReader(f, 64))
 	return strings.TrimSpace(string(data)), err
 }

@@ -103,7 +103,7 @@ func (s *store) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, e
 	}
 	s.mu.Unlock()
 	if closed {
-		ctx, cancel := background(ctx, giveBackTime)
+		ctx, cancel := background(ctx)
 		defer cancel()
 		return sluice.Reservation{}, errors.Join(s.fail(sluice.Closed, "reserve", s.URI(), "the store was closed meanwhile"), s.unreserve(ctx, r.ID))
 	}
@@ -125,7 +125,7 @@ func reserve(ctx context.Context, c *Client, runID string, r wire.Reserve) (slui
 	}
 	if ctx.Err() != nil {
 		// It may have been granted, and the answer was not waited for. Asking again with the same id tells; what comes is given back.
-		after, cancel := background(ctx, giveBackTime)
+		after, cancel := background(ctx)
 		defer cancel()
 		r.WaitSeconds = 0
 		if post(after, "/reserve", &r, &out) == nil && len(out.Reservations) > 0 {
@@ -222,7 +222,7 @@ func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.L
 	if err != nil {
 		return err
 	}
-	ctx, cancel := outlive(ctx, giveBackTime)
+	ctx, cancel := outlive(ctx)
 	defer cancel()
 	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
 	return s.echo(ctx, ref, attempts, err)
@@ -249,14 +249,14 @@ func (s *store) samplePath(ref sluice.Ref) string {
 }
 
 // outlive is ctx with some time more once it has ended.
-func outlive(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+func outlive(ctx context.Context) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	var mu sync.Mutex
 	var timer *time.Timer
 	stop := context.AfterFunc(ctx, func() {
 		mu.Lock()
 		defer mu.Unlock()
-		timer = time.AfterFunc(d, func() { cancel(context.Cause(ctx)) })
+		timer = time.AfterFunc(giveBackTime, func() { cancel(context.Cause(ctx)) })
 	})
 	return longer, func() {
 		stop()
@@ -329,7 +329,7 @@ func (s *store) pin(ctx context.Context, ref sluice.Ref, id sluice.HandleID) (*w
 
 // unpin takes back the pin of a get that failed, which is no release.
 func (s *store) unpin(ctx context.Context, id sluice.HandleID) {
-	ctx, cancel := background(ctx, giveBackTime)
+	ctx, cancel := background(ctx)
 	defer cancel()
 	err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{id.String()}, Undo: true}})
 	if err != nil && !errors.Is(err, sluice.ErrClosed) {
@@ -393,7 +393,7 @@ func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 		}
 	}
 	s.mu.Unlock()
-	if s.c.open() != nil {
+	if s.c.isClosed() {
 		return nil // it went with the session
 	}
 	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{h.ID.String()}, Keep: keep}})
@@ -427,7 +427,7 @@ func (s *store) unmap(id sluice.HandleID, free func() error) error {
 
 // forget tells the service that a released sample is no longer mapped, now or when it is there again.
 func (s *store) forget(id sluice.HandleID) {
-	if s.c.open() != nil {
+	if s.c.isClosed() {
 		return // it went with the session
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTime)
@@ -484,7 +484,7 @@ func (s *store) Close() error {
 		}
 	}
 	s.mu.Unlock()
-	if len(rooms) == 0 || s.c.open() != nil {
+	if len(rooms) == 0 || s.c.isClosed() { // they went with the session
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTime)

@@ -55,7 +55,7 @@ func (s *store) upload(ctx context.Context, ref sluice.Ref, layout *safetensors.
 
 // takeBack makes sure that an upload which was given up has left nothing. The service answers when it has seen the end of it.
 func (s *store) takeBack(ctx context.Context, ref sluice.Ref) {
-	ctx, cancel := background(ctx, giveBackTime)
+	ctx, cancel := background(ctx)
 	defer cancel()
 	if err := s.Abort(ctx, ref); err != nil && !errors.Is(err, sluice.ErrClosed) {
 		s.c.log.Warn("client: can't take back an upload that was given up", "run", s.run, "sample", ref.SampleID(), "error", err)
@@ -66,7 +66,7 @@ func (s *store) uploadOnce(ctx context.Context, path, id, fields string, size in
 	began := time.Now()
 	defer func() { body.took = time.Since(began) }()
 	// Once all is sent, the call is as good as done: it is not given up with ctx, so that it does not end undecided. Until then the body sees to that.
-	longer, stop := outlive(ctx, giveBackTime)
+	longer, stop := outlive(ctx)
 	defer stop()
 	longer, cancel := context.WithCancelCause(longer)
 	defer cancel(nil)
@@ -84,7 +84,7 @@ func (s *store) uploadOnce(ctx context.Context, path, id, fields string, size in
 	if err != nil {
 		return &lost{err}
 	}
-	defer resp.Body.Close()
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	return decode(resp, nil)
 }
 

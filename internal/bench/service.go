@@ -91,8 +91,8 @@ func (s *served) dial(ctx context.Context, o client.Options, local bool) (*clien
 	if local {
 		caller.UID = os.Getuid()
 		o.URL = "unix:" + filepath.Join(s.dir, "sock")
-		l, err = net.Listen("unix", filepath.Join(s.dir, "sock"))
-	} else if l, err = net.Listen("tcp", "127.0.0.1:0"); err == nil {
+		l, err = new(net.ListenConfig).Listen(ctx, "unix", filepath.Join(s.dir, "sock"))
+	} else if l, err = new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0"); err == nil {
 		o.URL = "http://" + l.Addr().String()
 	}
 	if err != nil {
@@ -165,7 +165,7 @@ func (b *bench) download(ctx context.Context, p *place, ranges int, floor func(f
 
 // sendfile has the kernel send the file over a TCP connection, into memory that is fresh, as that of a sample is.
 func sendfile(file string) (turn, func() error, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, nil, err
 	}
@@ -174,7 +174,7 @@ func sendfile(file string) (turn, func() error, error) {
 		if err != nil {
 			return err
 		}
-		defer f.Close()
+		defer f.Close() //nolint:errcheck // it was only read
 		info, err := f.Stat()
 		if err != nil {
 			return err
@@ -199,7 +199,7 @@ func sendfile(file string) (turn, func() error, error) {
 
 // plainRanges fetches a quarter of the file from net/http's file server by each of four connections.
 func plainRanges(file string) (turn, func() error, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, nil, err
 	}
@@ -274,7 +274,7 @@ func plainUpload(file string) (turn, func() error, error) {
 		return nil, nil, err
 	}
 	to := file + ".floor"
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	l, err := new(net.ListenConfig).Listen(context.Background(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, nil, err
 	}
