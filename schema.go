@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"unicode/utf8"
 )
 
@@ -106,6 +107,14 @@ type Schema struct {
 	Packing     []string        `json:"packing,omitempty"` // all of these or none
 	Attributes  []AttributeRule `json:"attributes,omitempty"`
 	Admission   Admission       `json:"admission,omitzero"`
+
+	passed *passed // nil in a schema that was made by hand
+}
+
+// passed is the last ref that agreed with a schema. Those that follow it are mostly alike, and to see that is far less work than to check them again.
+type passed struct {
+	by  *Schema // not a copy of it, which may have been changed
+	ref atomic.Pointer[refData]
 }
 
 //go:embed schemas/*.json
@@ -186,6 +195,7 @@ func ParseSchema(data []byte) (*Schema, error) {
 	if err := s.check(); err != nil {
 		return nil, err
 	}
+	s.passed = &passed{by: s}
 	return s, nil
 }
 
@@ -196,6 +206,7 @@ func (s *Schema) UnmarshalJSON(data []byte) error {
 		return err
 	}
 	*s = *v
+	s.passed = &passed{by: s}
 	return nil
 }
 
@@ -391,7 +402,42 @@ func (s *Schema) Role(r Role) *SchemaFeature {
 
 // Validate reports, as ErrSchema, the first thing in which the ref does not agree with the schema.
 func (s *Schema) Validate(r Ref) error {
-	f := &r.data().f
+	d := r.data()
+	last := s.passed
+	if last == nil || last.by != s {
+		return s.validate(&d.f)
+	}
+	if known := last.ref.Load(); known != nil && s.alike(&known.f, &d.f) {
+		return nil
+	}
+	err := s.validate(&d.f)
+	if err == nil {
+		last.ref.Store(d)
+	}
+	return err
+}
+
+// alike reports whether validate says the same of both: they do not differ in anything that it looks at.
+func (s *Schema) alike(a, b *RefFields) bool {
+	if a.Algorithm != b.Algorithm || a.SchemaVersion != b.SchemaVersion || len(a.Features) != len(b.Features) {
+		return false
+	}
+	for i := range a.Features {
+		if x, y := &a.Features[i], &b.Features[i]; x.Name != y.Name || !x.Equal(y.Spec) {
+			return false
+		}
+	}
+	for i := range s.Attributes {
+		name := s.Attributes[i].Name
+		v, ok := a.Attributes[name]
+		if w, too := b.Attributes[name]; v != w || ok != too {
+			return false
+		}
+	}
+	return true
+}
+
+func (s *Schema) validate(f *RefFields) error {
 	fail := func(format string, args ...any) error {
 		return &Error{Kind: SchemaError, Op: "schema " + string(s.Name), Subject: f.SampleID, Detail: fmt.Sprintf(format, args...)}
 	}
@@ -408,13 +454,16 @@ func (s *Schema) Validate(r Ref) error {
 	}
 	axes := make(axisLengths, 0, 16)
 	for i := range s.Attributes {
-		if err := s.Attributes[i].check(f, has, &axes, fail); err != nil {
+		var err error
+		if axes, err = s.Attributes[i].check(f, has, axes, fail); err != nil {
 			return err
 		}
 	}
+	var described [maxFeatures]*SchemaFeature
 	for i := range f.Features {
 		ft := &f.Features[i]
 		sf := s.Feature(ft.Name)
+		described[i] = sf
 		switch {
 		case sf == nil:
 			return fail("has the feature %q, which the schema does not know", ft.Name)
@@ -424,7 +473,7 @@ func (s *Schema) Validate(r Ref) error {
 			return fail("feature %q is %s, want the axes [%s]", ft.Name, ft.Spec, strings.Join(sf.Axes, ","))
 		}
 	}
-	if err := s.checkAxes(f, &axes, fail); err != nil {
+	if err := checkAxes(f, described[:len(f.Features)], axes, fail); err != nil {
 		return err
 	}
 	if n := countPresent(s.Packing, has); n != 0 && n != len(s.Packing) {
@@ -495,60 +544,65 @@ func (a axisLengths) find(name string) (int64, bool) {
 	return 0, false
 }
 
-func (a *axisLengths) bind(name string, n int64) {
-	for i := range *a {
-		if (*a)[i].name == name {
-			(*a)[i].n = n
-			return
+func (a axisLengths) bind(name string, n int64) axisLengths {
+	for i := range a {
+		if a[i].name == name {
+			a[i].n = n
+			return a
 		}
 	}
-	*a = append(*a, struct {
+	return append(a, struct {
 		name string
 		n    int64
 	}{name, n})
 }
 
-func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes *axisLengths, fail func(string, ...any) error) error {
+// check returns the axes with what the attribute binds.
+func (a *AttributeRule) check(f *RefFields, has func(string) bool, axes axisLengths, fail func(string, ...any) error) (axisLengths, error) {
 	v, ok := f.Attributes[a.Name]
 	if !ok {
 		if a.Required || a.RequiredWith != "" && has(a.RequiredWith) {
-			return fail("lacks the required attribute %q", a.Name)
+			return nil, fail("lacks the required attribute %q", a.Name)
 		}
-		return nil
+		return axes, nil
 	}
 	re := a.re
 	if re == nil && a.Pattern != "" { // a rule that was made by hand
 		var err error
 		if re, err = wholePattern(a.Pattern); err != nil {
-			return fail("attribute %q has a rule with the pattern %q, which is no regular expression: %v", a.Name, a.Pattern, err)
+			return nil, fail("attribute %q has a rule with the pattern %q, which is no regular expression: %v", a.Name, a.Pattern, err)
 		}
 	}
 	if re != nil && !re.MatchString(v) {
-		return fail("attribute %q is %q, want %s", a.Name, printable(v, 60), a.Pattern)
+		return nil, fail("attribute %q is %q, want %s", a.Name, printable(v, 60), a.Pattern)
 	}
 	// A value that lists nothing, such as "unknown", binds nothing.
 	if _, list, ok := strings.Cut(v, ":"); ok && a.Counts != "" {
-		axes.bind(a.Counts, int64(strings.Count(list, ","))+1)
+		axes = axes.bind(a.Counts, int64(strings.Count(list, ","))+1)
 	}
-	return nil
+	return axes, nil
 }
 
 // checkAxes binds axis names to lengths, plain names first, then products, which may settle one unknown factor each: again, for as long as that
 // binds another name, since it may be the missing one of a product that was looked at before.
-func (s *Schema) checkAxes(f *RefFields, axes *axisLengths, fail func(string, ...any) error) error {
-	bound := -1
-	for products := false; !products || len(*axes) > bound; products = true {
+func checkAxes(f *RefFields, described []*SchemaFeature, axes axisLengths, fail func(string, ...any) error) error {
+	bound, some := -1, false
+	for products := false; !products || some && len(axes) > bound; products = true {
 		if products {
-			bound = len(*axes)
+			bound = len(axes)
 		}
 		for i := range f.Features {
 			ft := &f.Features[i]
-			for j, axis := range s.Feature(ft.Name).Axes {
-				if strings.Contains(axis, "*") != products {
+			for j, axis := range described[i].Axes {
+				product := strings.Contains(axis, "*")
+				some = some || product
+				if product != products {
 					continue
 				}
 				known, unknown := int64(1), ""
-				for name := range strings.SplitSeq(axis, "*") {
+				for rest, more := axis, true; more; {
+					var name string
+					name, rest, more = strings.Cut(rest, "*")
 					n, ok := axes.find(name)
 					if name != "" && name[0] >= '0' && name[0] <= '9' {
 						v, err := strconv.ParseInt(name, 10, 64)
@@ -573,7 +627,7 @@ func (s *Schema) checkAxes(f *RefFields, axes *axisLengths, fail func(string, ..
 				case unknown != "" && (known == 0 || n%known != 0):
 					return fail("feature %q is %s: axis %s is %d, which is no multiple of %d", ft.Name, ft.Spec, axis, n, known)
 				case unknown != "":
-					axes.bind(unknown, n/known)
+					axes = axes.bind(unknown, n/known)
 				}
 			}
 		}

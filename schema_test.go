@@ -3,10 +3,14 @@ package sluice
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
+	"maps"
 	"os"
 	"slices"
 	"strings"
 	"testing"
+
+	"pgregory.net/rapid"
 )
 
 // eagleRef is a good eagle3 sample that a test may spoil.
@@ -280,6 +284,91 @@ func TestProductsAreCheckedWhateverTheirOrder(t *testing.T) {
 				t.Errorf("%d, %q first: got %v, want %q", n, features[0].Name, err, want)
 			}
 		}
+	}
+}
+
+// A ref that is like the last one which passed is not checked again: whatever the refs are, the answer must be that of a schema which remembers none.
+func TestWhatASchemaRemembersChangesNoAnswer(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		f := eagleRef()
+		data, err := schemaFiles.ReadFile("schemas/eagle3.json")
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, err := ParseSchema(data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		edit := func(f RefFields, how, which int) RefFields {
+			f.Features, f.Attributes = slices.Clone(f.Features), maps.Clone(f.Attributes)
+			ft := &f.Features[which%len(f.Features)]
+			ft.Shape = slices.Clone(ft.Shape)
+			switch how {
+			case 1:
+				f.Algorithm = DFlash
+			case 2:
+				f.SchemaVersion = 2
+			case 3:
+				ft.Name = "other"
+			case 4:
+				ft.DType = Int16
+			case 5:
+				ft.Shape[which%len(ft.Shape)]++
+			case 6:
+				ft.Shape = append(ft.Shape, 1)
+			case 7:
+				f.Features = f.Features[:len(f.Features)-1]
+			case 8:
+				f.Features = append(f.Features, RefFeature{"more", "k", Spec{[]int64{1}, Int8}})
+			case 9:
+				delete(f.Attributes, s.Attributes[which%len(s.Attributes)].Name)
+			case 10:
+				f.Attributes[s.Attributes[which%len(s.Attributes)].Name] = ""
+			case 11:
+				f.Attributes["aux_layers"] = "hf:1,2"
+			case 12: // what nothing is said of
+				ft.Key, f.SampleID, f.NumTokens, f.Attributes["note"] = "elsewhere", "another", 1, "x"
+			}
+			f.EstimatedBytes, err = SumBytes(f.Features)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return f
+		}
+		for range 20 {
+			r, err := newRef(edit(f, rapid.IntRange(0, 12).Draw(t, "how"), rapid.IntRange(0, 30).Draw(t, "which")))
+			if err != nil {
+				t.Fatal(err)
+			}
+			forgetful := *s // a copy remembers nothing
+			if got, want := s.Validate(r), forgetful.Validate(r); fmt.Sprint(got) != fmt.Sprint(want) {
+				t.Fatalf("%s: got %v, want %v", r.Canonical(), got, want)
+			}
+		}
+	})
+}
+
+func TestAChangedCopyOfASchemaIsNotAnsweredByItsOriginal(t *testing.T) {
+	data, err := schemaFiles.ReadFile("schemas/eagle3.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := ParseSchema(data)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := buildRef(t, eagleRef())
+	if err := s.Validate(r); err != nil {
+		t.Fatal(err)
+	}
+	changed := *s
+	changed.Version++
+	if err := changed.Validate(r); !errors.Is(err, ErrSchema) {
+		t.Errorf("a ref of version 1 passed as one of version 2: %v", err)
+	}
+	if n := testing.AllocsPerRun(100, func() { _ = s.Validate(r) }); n != 0 {
+		t.Errorf("to see that a ref is like the last takes %v allocations, want none", n)
 	}
 }
 

@@ -157,7 +157,7 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 	}
 	q.dispatch(tx) // those who came earlier are served first
 	sh := q.share(c)
-	if d.Leases = q.grant(tx, c, r.Consumer.Member, r.Max, r.RequestID, nil); len(d.Leases) > 0 {
+	if d.Leases = q.grant(tx, c, r.Consumer.Member, r.Max, r.RequestID); len(d.Leases) > 0 {
 		q.moved()
 		c.hungry[r.Consumer.Member] = 0
 		return d, nil, q.end(tx)
@@ -273,7 +273,7 @@ func (q *Queue) serve(tx *txn, sh *share) {
 		next := w.next
 		before := tx.lsn
 		tx.lsn = 0
-		leases := q.grant(tx, w.c, w.member, w.max, w.request, nil)
+		leases := q.grant(tx, w.c, w.member, w.max, w.request)
 		w.lsn = tx.lsn
 		tx.lsn = max(tx.lsn, before)
 		if len(leases) == 0 {

@@ -24,6 +24,7 @@ const (
 // consumer is one name that acquires.
 type consumer struct {
 	name        string
+	number      int64 // of all that were ever known: what settled leases refer to it by
 	incarnation int64
 	rank        int
 	members     int // 0 where it is no group
@@ -205,7 +206,8 @@ func (q *Queue) sweep(tx *txn) {
 func (q *Queue) applyConsumer(r *consumerRecord) {
 	c := q.consumers[r.Name]
 	if c == nil {
-		c = &consumer{name: r.Name}
+		q.known++
+		c = &consumer{name: r.Name, number: q.known}
 		q.consumers[r.Name] = c
 	}
 	for c.first != nil { // only where a lost record left some

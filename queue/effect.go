@@ -10,10 +10,9 @@ import (
 // storeCall is what the store must be told of a sample once the record behind it is durable.
 type storeCall struct {
 	what storeOp
-	s    *sample
+	s    *sample // nil if no other call about it can be under way
 	ref  sluice.Ref
 	lsn  uint64 // of that record
-	lone bool   // no other call about the sample can be under way
 }
 
 type storeOp uint8
@@ -32,14 +31,14 @@ func (tx *txn) tellAfter(what storeOp, s *sample, lsn uint64) {
 	if tx == nil {
 		return // a replay: Open compares with the store when it is done
 	}
-	lone := what == unclaim && s.info == nil // as with most samples: nothing but an unclaim ever happens to them
-	c := storeCall{what, s, s.ref, lsn, lone}
-	tx.calls = append(tx.calls, c)
-	tx.lsn = max(tx.lsn, lsn)
-	if !lone {
+	c := storeCall{what, nil, s.ref, lsn}
+	if what != unclaim || s.info != nil { // with most samples nothing but an unclaim ever happens
+		c.s = s
 		info := s.rare()
 		info.calls = append(info.calls, c)
 	}
+	tx.calls = append(tx.calls, c)
+	tx.lsn = max(tx.lsn, lsn)
 }
 
 // next is the number of the record that is about to be written for what is being applied; 0 if none is.
@@ -67,7 +66,7 @@ func (q *Queue) runCalls(calls []storeCall) {
 	freed := false
 	for _, c := range calls {
 		freed = freed || c.what == unclaim
-		if c.lone {
+		if c.s == nil {
 			q.callStore(c)
 			continue
 		}
@@ -105,7 +104,7 @@ func (q *Queue) callStore(c storeCall) {
 	})
 	if err != nil {
 		// The state is right whatever the store says; what it failed to free is found by its GC or by the next Open.
-		q.log.Warn("queue: the store refused", "run", q.runID, "sample", c.s.id, "call", c.what.String(), "err", err)
+		q.log.Warn("queue: the store refused", "run", q.runID, "sample", c.ref.SampleID(), "call", c.what.String(), "err", err)
 	}
 }
 

@@ -185,7 +185,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 }
 
 func (q *Queue) remembers(ref sluice.Ref) bool {
-	_, ok := q.generation(ref.SampleID(), ref.Generation())
+	_, ok := q.generation(q.putKey(ref.SampleID(), ref.Generation()), ref.SampleID(), ref.Generation())
 	return ok
 }
 

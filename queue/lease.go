@@ -98,8 +98,9 @@ func (q *Queue) nextSample(tx *txn) *sample {
 	}
 }
 
-// grant leases up to n samples to the member of c and appends them to out.
-func (q *Queue) grant(tx *txn, c *consumer, member, n int, request string, out []sluice.Lease) []sluice.Lease {
+// grant leases up to n samples to the member of c.
+func (q *Queue) grant(tx *txn, c *consumer, member, n int, request string) []sluice.Lease {
+	var out []sluice.Lease
 	sh := q.share(c)
 	for range n {
 		if c.members > 1 {
@@ -132,6 +133,9 @@ func (q *Queue) grant(tx *txn, c *consumer, member, n int, request string, out [
 			}
 			tx.lsn = max(tx.lsn, l.lsn) // nobody trains on what a crash could undo
 		}
+		if out == nil && !q.windows.on {
+			out = make([]sluice.Lease, 0, min(n, q.pending+1))
+		}
 		out = append(out, q.view(l))
 	}
 	return out
@@ -156,11 +160,11 @@ func (q *Queue) newID() sluice.LeaseID {
 // applyLease gives a lease. If a lost record left the sample leased otherwise, that lease ends here.
 func (q *Queue) applyLease(r *leaseRecord) *lease {
 	s, c := r.s, r.c
-	l := q.spare
+	l := q.spareLease
 	if l == nil {
 		l = new(lease)
 	}
-	q.spare = nil
+	q.spareLease = nil
 	q.order++
 	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, order: q.order, deadline: q.now + int64(q.cfg.VisibilityTimeout), pad: r.Pad}
 	if c.members > 1 {
@@ -390,12 +394,12 @@ func (q *Queue) settle(tx *txn, c *consumer, member int, st *sluice.Settlement) 
 // settledBefore answers for a lease that is not out.
 func (q *Queue) settledBefore(tx *txn, c *consumer, id sluice.LeaseID) sluice.SettleResult {
 	o, ok := q.settlement(id)
-	if !ok || o.c != c || o.incarnation != c.incarnation {
+	if !ok || o.consumer != c.number || o.incarnation != c.incarnation {
 		q.count.Stale++
 		return sluice.SettleResult{Lease: id, Status: sluice.StaleLease}
 	}
 	tx.lsn = max(tx.lsn, o.lsn)
-	return sluice.SettleResult{Lease: id, Status: sluice.AlreadySettled, As: o.as, Dead: o.dead}
+	return sluice.SettleResult{Lease: id, Status: sluice.AlreadySettled, As: verdicts[o.as], Dead: o.dead}
 }
 
 func reasonOf(v sluice.Verdict, reason string) string {
@@ -470,12 +474,12 @@ func (q *Queue) applyEnd(tx *txn, r *endRecord) {
 	l, s := r.l, r.s
 	if l != nil {
 		q.dropLease(l)
-		if r.As != "" {
-			q.settled.add(key(l.id), outcome{l.id, l.c, l.incarnation, r.At, tx.next(), r.As, r.How == howDead}, q.now)
+		if as, ok := codeOf(r.As); ok {
+			q.rememberLease(outcome{l.id, l.c.number, l.incarnation, r.At, tx.next(), as, r.How == howDead})
 		}
 		l.s, l.slot = nil, l.slotOfGroup()
 		if l.group == nil && !l.requested {
-			q.spare = l // nobody else points to it; the next lease saves an allocation
+			q.spareLease = l // nobody else points to it; the next lease saves an allocation
 		}
 		if r.How == howAck && !r.Pad {
 			l.c.acked++
@@ -510,6 +514,9 @@ func (q *Queue) applyEnd(tx *txn, r *endRecord) {
 		q.leaveSlot(tx, s, true)
 		q.bury(tx, s, acked, r.At)
 		q.letGo(tx, s)
+		if tx != nil && s.info == nil && !q.windows.on {
+			q.spareSample = s // neither a store call nor a window points to it
+		}
 	case howDead:
 		q.leaveSlot(tx, s, false)
 		q.die(tx, s, r.At)
@@ -552,7 +559,7 @@ func (q *Queue) bury(tx *txn, s *sample, why ending, at int64) {
 // bygone takes s out of the names and remembers its generation.
 func (q *Queue) bygone(tx *txn, s *sample) {
 	q.unname(s)
-	q.gone.add(q.putKey(s.id, s.gen), bygone{s.id, s.gen, s.at, tx.next(), s.ending}, q.now)
+	q.rememberPut(s.key, s.id, s.gen, bygone{at: s.at, lsn: tx.next(), ending: s.ending})
 }
 
 // letGo gives up the claim on a sample that is gone, unless a pad needs its bytes.

@@ -366,7 +366,7 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 		return "", nil, q.endWith(tx, err)
 	}
 	ref := r.Ref
-	s := newSample(ref)
+	s := q.newSample(ref)
 	status := sluice.PutStatus("")
 	known := q.byID[s.id]
 	if known != nil {
@@ -390,7 +390,7 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 			}
 		}
 	}
-	if b, ok := q.generation(s.id, s.gen); ok {
+	if b, ok := q.generation(s.key, s.id, s.gen); ok {
 		tx.lsn = max(tx.lsn, b.lsn)
 		status = b.ending.status()
 	}
@@ -413,17 +413,17 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 	}
 	// The id is taken before the store is asked, outside the lock, so that no other put can come between.
 	s.place = claiming
-	displaced := q.name(s)
+	q.name(s, known)
 	if err := q.end(tx); err != nil {
 		q.mu.Lock()
-		q.undoName(s, displaced)
+		q.undoName(s, known)
 		q.mu.Unlock()
 		return "", nil, err
 	}
 
 	if err := q.guarded(func() error { return q.store.Claim(ref, q.owner) }); err != nil {
 		q.mu.Lock()
-		q.undoName(s, displaced)
+		q.undoName(s, known)
 		q.mu.Unlock()
 		return "", nil, &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: s.id, Err: err}
 	}
@@ -440,7 +440,7 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 			}
 		}
 		q.mu.Lock()
-		q.undoName(s, displaced)
+		q.undoName(s, known)
 		q.mu.Unlock()
 		return "", nil, err
 	}
@@ -478,14 +478,12 @@ func claimKind(err error) sluice.Kind {
 	return sluice.Unavailable
 }
 
-// name gives s its id, and returns the sample that had it and whose time is over, if there was one.
-func (q *Queue) name(s *sample) *sample {
-	known := q.byID[s.id]
-	if known != nil {
-		q.older[s.id] = append(q.older[s.id], known)
+// name gives s the id that displaced, whose time is over, had if it is not nil.
+func (q *Queue) name(s, displaced *sample) {
+	if displaced != nil {
+		q.older[s.id] = append(q.older[s.id], displaced)
 	}
 	q.byID[s.id] = s
-	return known
 }
 
 // undoName takes it back.
@@ -622,7 +620,7 @@ func (q *Queue) PutBlocksUntilBelow(ctx context.Context, r sluice.PutRequest, ab
 	if err != nil {
 		return "", q.endWith(tx, err)
 	}
-	_, settled := q.generation(r.Ref.SampleID(), r.Ref.Generation())
+	settled := q.remembers(r.Ref)
 	if q.closed || settled || q.find(r.Ref.SampleID(), r.Ref.Generation()) != nil {
 		if err := q.end(tx); err != nil {
 			return "", err

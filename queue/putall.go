@@ -111,7 +111,7 @@ func (q *Queue) admit(tx *txn, r *sluice.PutRequest, a *admission) (sluice.PutSt
 	if err != nil {
 		return "", err
 	}
-	s := newSample(r.Ref)
+	s := q.newSample(r.Ref)
 	known := q.byID[s.id]
 	if known != nil {
 		if known.place == claiming {
@@ -126,7 +126,7 @@ func (q *Queue) admit(tx *txn, r *sluice.PutRequest, a *admission) (sluice.PutSt
 			return sluice.AlreadyPut, nil
 		}
 	}
-	if b, ok := q.generation(s.id, s.gen); ok {
+	if b, ok := q.generation(s.key, s.id, s.gen); ok {
 		tx.lsn = max(tx.lsn, b.lsn)
 		return b.ending.status(), nil
 	}
@@ -139,7 +139,8 @@ func (q *Queue) admit(tx *txn, r *sluice.PutRequest, a *admission) (sluice.PutSt
 		return "", &sluice.Error{Kind: sluice.Conflict, Op: "queue: put", Subject: s.id, Detail: "producer " + p.name + " has reported " + string(p.state)}
 	}
 	s.place = claiming
-	a.s, a.producer, a.displaced = s, p, q.name(s)
+	a.s, a.producer, a.displaced = s, p, known
+	q.name(s, known)
 	return "", nil
 }
 

@@ -87,25 +87,29 @@ type Queue struct {
 	byID      map[string]*sample
 	older     map[string][]*sample // dead letters without bytes, or kept samples, whose id was put again
 	gone      recent[bygone]       // by putKey
-	kept      sampleList           // samples that are gone, with the claim that pads need
-	deadKept  sampleList           // dead letters with their bytes, oldest first
-	deadFreed sampleList           // and without
-	deadBytes int64                // of those kept
+	sieve     goneSieve
+	kept      sampleList // samples that are gone, with the claim that pads need
+	deadKept  sampleList // dead letters with their bytes, oldest first
+	deadFreed sampleList // and without
+	deadBytes int64      // of those kept
 	taken     map[stream]*rangeSet
 	orphans   map[string]sluice.Ref
 	orphansAt int64
 
-	seed     maphash.Seed
-	leases   map[uint64]*lease // by key; see leaseByID
-	spare    *lease            // one that has ended, for the next
-	expiry   leaseList         // leases that are out, the first to run out first
-	settled  recent[outcome]   // by key
-	ids      idSource
-	order    int64 // of the last lease
-	out      int   // samples that are leased
-	requests requestMemory
+	seed        maphash.Seed
+	leases      map[uint64]*lease // by key; see leaseByID
+	spareSample *sample           // one that is gone, for the next put
+	spareLease  *lease            // one that has ended, for the next
+	spareTxn    *txn
+	expiry      leaseList       // leases that are out, the first to run out first
+	settled     recent[outcome] // by key
+	ids         idSource
+	order       int64 // of the last lease
+	out         int   // samples that are leased
+	requests    requestMemory
 
 	consumers map[string]*consumer
+	known     int64     // consumers that there ever were
 	caller    *consumer // of the latest call: most often that of the next as well
 	departed  list.List // those of them that have left, in that order
 	crowd     int       // so many are looked through for such as went away without a word
@@ -204,6 +208,7 @@ func Open(ctx context.Context, cfg sluice.RunConfig, store sluice.ClaimStore, op
 	q.wedge.checkAt, q.wedge.since = never, never
 	q.requests.init()
 	q.gone.init(q.opts.memoryCount)
+	q.sieve.init(q.opts.memoryCount)
 	q.settled.init(q.opts.memoryCount)
 	_, q.system = q.clock.(sluice.SystemClock)
 	q.began = q.clock.Now()
@@ -279,6 +284,17 @@ type txn struct {
 
 var txns = sync.Pool{New: func() any { return new(txn) }}
 
+// newTxn returns a transaction of the present moment: the last one if that has nothing left to do outside the lock.
+func (q *Queue) newTxn() *txn {
+	tx := q.spareTxn
+	if tx == nil {
+		tx = txns.Get().(*txn)
+	}
+	q.spareTxn = nil
+	tx.q, tx.now, tx.lsn, tx.ended = q, q.now, 0, 0
+	return tx
+}
+
 // begin takes the lock and brings the state up to the present: what has run out by now has run out before the command.
 func (q *Queue) begin() (*txn, error) {
 	q.mu.Lock()
@@ -287,10 +303,8 @@ func (q *Queue) begin() (*txn, error) {
 		q.mu.Unlock()
 		return nil, err
 	}
-	tx := txns.Get().(*txn)
-	tx.q = q
 	q.tick()
-	tx.now = q.now
+	tx := q.newTxn()
 	if q.now >= q.timerAt {
 		q.due(tx)
 	}
@@ -315,18 +329,23 @@ func (q *Queue) end(tx *txn) error {
 	q.watchWedge()
 	q.arm()
 	tell := q.pulse || q.starving() != q.told
-	lsn := tx.lsn
+	lsn, calls := tx.lsn, tx.calls
+	if len(calls) == 0 {
+		q.spareTxn = tx
+	}
 	q.mu.Unlock()
 	var err error
 	if lsn > 0 {
 		err = q.wait(lsn)
 	}
-	if err == nil && len(tx.calls) > 0 {
-		q.runCalls(tx.calls)
+	if len(calls) > 0 {
+		if err == nil {
+			q.runCalls(calls)
+		}
+		clear(calls)
+		tx.q, tx.calls = nil, calls[:0]
+		txns.Put(tx)
 	}
-	clear(tx.calls)
-	*tx = txn{calls: tx.calls[:0]}
-	txns.Put(tx)
 	if tell {
 		q.tellGate()
 	}
@@ -429,9 +448,7 @@ func (q *Queue) resume() (*txn, error) {
 		q.mu.Unlock()
 		return nil, err
 	}
-	tx := txns.Get().(*txn)
-	tx.q, tx.now = q, q.now
-	return tx, nil
+	return q.newTxn(), nil
 }
 
 // arm sets the timer if something is due before it fires. It is not set back when the earliest deadline goes away: it then fires once for nothing, which is
@@ -593,22 +610,18 @@ func (q *Queue) IsClosed() bool {
 
 // idSource hands out random lease ids from a buffer: a call to the system's generator costs as much as a whole cycle.
 type idSource struct {
-	buf [256]sluice.LeaseID
-	n   int
-	raw [256 * 16]byte
+	buf  [256 * len(sluice.LeaseID{})]byte
+	left []byte
 }
 
 func (s *idSource) next() sluice.LeaseID {
-	if s.n == 0 {
-		rand.Read(s.raw[:])
-		for i := range s.buf {
-			copy(s.buf[i][:], s.raw[i*16:])
-		}
-		s.n = len(s.buf)
+	if len(s.left) == 0 {
+		s.left = s.buf[:]
+		rand.Read(s.left)
 	}
-	s.n--
-	id := s.buf[s.n]
-	s.buf[s.n] = sluice.LeaseID{} // an id that was given out is nowhere else to be read
+	id := sluice.LeaseID(s.left)
+	clear(s.left[:len(id)]) // an id that was given out is nowhere else to be read
+	s.left = s.left[len(id):]
 	return id
 }
 

@@ -227,8 +227,8 @@ func init() {
 			if r.Ref.IsZero() {
 				return corrupt("a put has no ref")
 			}
-			r.s = newSample(r.Ref)
-			q.name(r.s)
+			r.s = q.newSample(r.Ref)
+			q.name(r.s, q.byID[r.s.id])
 			q.bySeq[r.Seq] = r.s
 			q.now = max(q.now, r.At)
 			q.applyPut(nil, r)
@@ -264,10 +264,15 @@ func init() {
 				return nil
 			}
 			q.now = max(q.now, r.At)
+			as, ok := codeOf(r.As)
+			if !ok && r.As != "" {
+				return corrupt("the end of a lease by an unknown verdict")
+			}
 			r.l = q.leaseByID(r.Lease)
 			q.applyEnd(nil, r)
 			if r.l == nil && r.As != "" {
-				q.settled.add(key(r.Lease), outcome{r.Lease, q.replayConsumer(r.Consumer, r.Incarnation, 0, 0), r.Incarnation, r.At, 0, r.As, r.How == howDead}, q.now)
+				c := q.replayConsumer(r.Consumer, r.Incarnation, 0, 0)
+				q.rememberLease(outcome{r.Lease, c.number, r.Incarnation, r.At, 0, as, r.How == howDead})
 			}
 			return nil
 		}),

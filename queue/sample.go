@@ -35,7 +35,8 @@ const (
 type sample struct {
 	ref        sluice.Ref // zero once the claim was given up
 	id, gen    string
-	seq        int64 // put order
+	key        uint64 // putKey of those
+	seq        int64  // put order
 	bytes      int64
 	tokens     int64
 	supervised int64
@@ -83,8 +84,15 @@ func (s *sample) reasons() []string {
 // live reports whether the sample is pending, leased or dead with its bytes.
 func (s *sample) live() bool { return s.place != gone && (s.place != dead || !s.freed) }
 
-func newSample(ref sluice.Ref) *sample {
-	return &sample{ref: ref, id: ref.SampleID(), gen: ref.Generation(), bytes: ref.EstimatedBytes(), tokens: ref.NumTokens()}
+func (q *Queue) newSample(ref sluice.Ref) *sample {
+	s := q.spareSample
+	if s == nil {
+		s = new(sample)
+	}
+	q.spareSample = nil
+	*s = sample{ref: ref, id: ref.SampleID(), gen: ref.Generation(), bytes: ref.EstimatedBytes(), tokens: ref.NumTokens()}
+	s.key = q.putKey(s.id, s.gen)
+	return s
 }
 
 // sampleList is a doubly linked list of samples; a sample is in one at most.

@@ -387,9 +387,9 @@ func (q *Queue) loadSamples(r *samplesState) error {
 		st := &r.List[i]
 		var s *sample
 		if st.Ref != nil {
-			s = newSample(*st.Ref)
+			s = q.newSample(*st.Ref)
 		} else {
-			s = &sample{id: st.ID, gen: st.Generation}
+			s = &sample{id: st.ID, gen: st.Generation, key: q.putKey(st.ID, st.Generation)}
 		}
 		s.seq, s.place, s.ending, s.at, s.fails, s.expiries, s.deliveries = st.Seq, st.Place, st.Ending, st.At, st.Fails, st.Expiries, st.Deliveries
 		s.supervised, s.freed, s.gates = st.Supervised, st.Freed, q.gates
@@ -399,7 +399,7 @@ func (q *Queue) loadSamples(r *samplesState) error {
 		if st.Older {
 			q.older[s.id] = append(q.older[s.id], s)
 		} else {
-			q.name(s)
+			q.name(s, q.byID[s.id])
 		}
 		q.bySeq[s.seq] = s
 		switch s.place {
@@ -523,7 +523,7 @@ func (q *Queue) loadLeases(r *leasesState) error {
 
 func (q *Queue) loadGone(r *gonePuts) error {
 	for _, g := range r.List {
-		q.gone.add(q.putKey(g.ID, g.Generation), bygone{id: g.ID, gen: g.Generation, at: g.At, ending: g.Ending}, q.now)
+		q.rememberPut(q.putKey(g.ID, g.Generation), g.ID, g.Generation, bygone{at: g.At, ending: g.Ending})
 	}
 	return nil
 }
@@ -534,7 +534,11 @@ func (q *Queue) loadSettled(r *settledLeases) error {
 		if c == nil {
 			return corrupt("a settled lease of an unknown consumer")
 		}
-		q.settled.add(key(l.Lease), outcome{id: l.Lease, c: c, incarnation: l.Incarnation, at: l.At, as: l.As, dead: l.Dead}, q.now)
+		as, ok := codeOf(l.As)
+		if !ok {
+			return corrupt("a lease settled by an unknown verdict")
+		}
+		q.rememberLease(outcome{id: l.Lease, consumer: c.number, incarnation: l.Incarnation, at: l.At, as: as, dead: l.Dead})
 	}
 	return nil
 }

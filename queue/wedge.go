@@ -49,7 +49,9 @@ func (q *Queue) watchWedge() {
 // moved notes that something did: a put, a grant, a delivery, the end of a lease.
 func (q *Queue) moved() {
 	q.wedge.progress = q.now
-	q.wedged = ""
+	if q.wedged != "" {
+		q.wedged = ""
+	}
 }
 
 // waits reports whether the member waits for a sample.
