@@ -66,6 +66,42 @@ func TestASecondProcessIsRefusedAndToldWhoTheFirstIs(t *testing.T) {
 	mustOpen(t, dir, nil)
 }
 
+// Before a new owner reads anything the one before can write nothing more, though nobody has opened its journals again and it has not noticed.
+func TestATakeoverFencesAllJournals(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	srv := startServer(t, nil)
+	asleep := errors.New("asleep")
+	earlier, err := Connect(ctx, srv.ClientURL(), &Options{Lapse: 300 * time.Millisecond, step: func(what string) error {
+		if what == "renew" {
+			return asleep
+		}
+		return nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer earlier.Close()
+	a, b := mustJournal(t, earlier, "a"), mustJournal(t, earlier, "b")
+	mustAppend(t, a, "x")
+	later, err := Connect(ctx, srv.ClientURL(), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer later.Close()
+	for _, j := range []*journal{a, b} {
+		if err := j.line.cause(); err != nil {
+			t.Fatalf("it has noticed: %v", err)
+		}
+		if err := j.Append(ctx, []sluice.Record{{Data: []byte("stale")}}); !errors.Is(err, sluice.ErrStale) {
+			t.Errorf("append to %s: %v, want stale", j.name, err)
+		}
+	}
+	if got, err := contents(mustJournal(t, later, "a")); err != nil || !slices.Equal(got, []string{"x"}) {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
 func TestAPrefixThatWasGivenUpIsFreeAtOnce(t *testing.T) {
 	t.Parallel()
 	srv := startServer(t, nil)

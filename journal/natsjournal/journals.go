@@ -430,7 +430,7 @@ func (l *line) explain(err error, op, name string) error {
 		switch {
 		case api.ErrorCode == codeResources, api.ErrorCode == codeAccountResources, api.ErrorCode == codeStorage:
 			kind = sluice.NoSpace
-		case api.Code == 400 && api.ErrorCode != codePeers: // the settings don't suit it
+		case api.Code == 400 && api.ErrorCode != codePeers, api.ErrorCode == codeReplicas: // the settings don't suit it
 			kind = sluice.Invalid
 		}
 	case errors.Is(err, nats.ErrPermissionViolation), errors.Is(err, nats.ErrAuthorization):
@@ -445,4 +445,5 @@ const (
 	codePeers            jetstream.ErrorCode = 10005 // too few servers of a cluster are there yet
 	codeResources        jetstream.ErrorCode = 10023
 	codeStorage          jetstream.ErrorCode = 10047
+	codeReplicas         jetstream.ErrorCode = 10074
 )

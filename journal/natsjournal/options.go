@@ -44,7 +44,7 @@ type Options struct {
 	// Logger hears of the embedded server's errors, of lost and new connections, and of takeovers. Discards if nil.
 	Logger *slog.Logger
 
-	// step is called between the steps of an append and a compaction, for tests that play a crash.
+	// step is called between the steps of an append and a compaction, and before an owner renews its record, for tests that play a death or a sleep.
 	step func(what string) error
 }
 

@@ -193,6 +193,9 @@ func (h *holder) renew(stop <-chan struct{}) {
 			return
 		case <-tick.C:
 		}
+		if step := h.js.opts.step; step != nil && step("renew") != nil {
+			continue
+		}
 		ctx, cancel := context.WithTimeout(h.line.ctx, h.js.opts.Lapse)
 		err := h.put(ctx, h.seq)
 		cancel()
