@@ -23,6 +23,9 @@ const (
 	// fullQueue is how many bytes wait for the server before Append itself waits.
 	fullQueue = 8 << 20
 
+	// keptBuffer is how large a buffer may be that an idle journal keeps.
+	keptBuffer = 64 << 10
+
 	// company is how long lazy records wait for some that are not.
 	company = 10 * time.Millisecond
 
@@ -324,6 +327,9 @@ func (j *journal) write() {
 		close(b.done)
 	}
 	j.queue = nil
+	if cap(j.buf) > keptBuffer { // many runs are idle after a burst
+		j.buf = make([]byte, headSize)
+	}
 	close(j.writing)
 	j.writing = nil
 	j.mu.Unlock()
@@ -472,8 +478,8 @@ func (j *journal) look(ctx context.Context, place uint64, err error) error {
 		return errors.Join(errUnknown, err, infoErr)
 	case info.State.LastSeq >= place:
 		return j.stale()
-	case info.State.LastSeq < place-1:
-		return j.corrupt("append", "the server's last message is %d, but %d was acknowledged", info.State.LastSeq, place-1)
+	case info.State.LastSeq < place-1: // a server that has just begun to lead a cluster may not have caught up yet; if it stays so, it is damage
+		err = j.corrupt("append", "the server's last message is %d, but %d was acknowledged", info.State.LastSeq, place-1)
 	}
 	return errors.Join(errUnknown, err)
 }
