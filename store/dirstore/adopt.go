@@ -6,7 +6,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"os"
 	"strings"
@@ -286,10 +285,7 @@ func (a *adoption) fillHoles(fd int, w *sight) error {
 	if hole, err := unix.Seek(fd, 0, unix.SEEK_HOLE); err == nil && hole == w.size {
 		return nil
 	}
-	if err := fallocate(fd, 0, w.size); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
-		return a.s.spaceError("adopt", w.ref.SampleID(), fmt.Sprintf("allocate the holes of %d bytes", w.size), err)
-	}
-	return nil
+	return a.s.allocate("adopt", a.name, fd, w.size)
 }
 
 // fillIn compares the file's checksums with its data, and writes those that are zeros.

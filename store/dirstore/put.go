@@ -496,22 +496,29 @@ func (s *Store) scratchFile(id string, p staged, size int64, ahead bool) (fd int
 	if err != nil {
 		return 0, sysError("put", id, "create the scratch file", err)
 	}
-	if !ahead {
-		return fd, nil
+	if ahead {
+		if err := s.allocate("put", id, fd, size); err != nil {
+			_ = unix.Close(fd)
+			return 0, err
+		}
 	}
-	err = fallocate(fd, 0, size)
+	return fd, nil
+}
+
+// allocate gives a sample's file room where it has none, if the file system can do that.
+func (s *Store) allocate(op, id string, fd int, size int64) error {
+	err := fallocate(fd, 0, size)
 	if isFull(err) {
 		s.giveBack()
 		err = fallocate(fd, 0, size)
 	}
 	if err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
-		_ = unix.Close(fd)
-		return 0, s.spaceError("put", id, fmt.Sprintf("allocate %d bytes (%s)", size, human(size)), err)
+		return s.spaceError(op, id, fmt.Sprintf("allocate %d bytes (%s)", size, human(size)), err)
 	}
-	return fd, nil
+	return nil
 }
 
-// giveBack frees what no sample needs, for a put that has found the medium full.
+// giveBack frees what no sample needs, for a call that has found the medium full.
 func (s *Store) giveBack() {
 	_ = s.do(func(l *ledger) error {
 		l.purgeTrash(true)

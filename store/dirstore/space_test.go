@@ -179,6 +179,70 @@ func TestAFullFileSystemRefusesClearlyAndLosesNothing(t *testing.T) {
 		hog(t, x.mnt, 0)
 		x.wantWhole(t, "opened, and full after that")
 	})
+	t.Run("a sample with holes", func(t *testing.T) {
+		x := newShelf(t)
+		const n = 3_000_000
+		zeros := sampleOf("zeros", 9, n)
+		clear(zeros.Features[0].Data)
+		ref, err := x.Put(t.Context(), zeros, sluice.Reservation{})
+		must(t, err)
+		must(t, x.Claim(ref, "queue"))
+		path := filepath.Join(x.dir, "zeros"+sampleSuffix)
+		punch := func(path string) {
+			f, err := os.OpenFile(path, os.O_RDWR, 0)
+			must(t, err)
+			must(t, unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, 4096, 2_900_000))
+			must(t, f.Close())
+		}
+		read := func(ref sluice.Ref) {
+			t.Helper()
+			letGo := hog(t, x.mnt, 0)
+			ts := mustGet(t, x.Store, ref)
+			if data := ts.Features[0].Data; bytes.Count(data, []byte{0}) != n {
+				t.Errorf("%s has other bytes", ref)
+			}
+			must(t, ts.Release(t.Context()))
+			letGo()
+		}
+		// Somebody has copied the store.
+		punch(path)
+		letGo := hog(t, x.mnt, 1<<20)
+		_, err = x.Get(t.Context(), ref)
+		wantNoSpace(t, "Get", err, `dirstore: get "zeros"`, "can't allocate 30", "no space left on device")
+		x.wantWhole(t, "after the refusal")
+		letGo()
+		must(t, mustGet(t, x.Store, ref).Release(t.Context()))
+		read(ref)
+		// Somebody adopts such a file.
+		staging := filepath.Join(x.mnt, "staging")
+		must(t, os.Mkdir(staging, 0o700))
+		must(t, os.Rename(path, filepath.Join(staging, "f")))
+		root, err := os.OpenRoot(staging)
+		must(t, err)
+		defer root.Close()
+		if n, err := x.GC(t.Context()); n != 1 || err != nil {
+			t.Fatalf("GC: %d, %v, want the sample without a file", n, err)
+		}
+		punch(filepath.Join(staging, "f"))
+		adopt := func() (sluice.Ref, error) {
+			return x.Adopt(t.Context(), root, "f", os.Geteuid(), Incoming{SampleID: "zeros", RunID: "r", Generation: ref.Generation(), Algorithm: sluice.EAGLE3, NumTokens: 1,
+				Attributes: zeros.Attributes, Features: []string{"x"}}, sluice.Reservation{})
+		}
+		x.hooks.at = func(point string) {
+			if point == "moved" {
+				letGo = hog(t, x.mnt, 1<<20)
+			}
+		}
+		_, err = adopt()
+		wantNoSpace(t, "Adopt", err, `dirstore: adopt "f"`, "can't allocate 30", "no space left on device")
+		x.wantWhole(t, "after the refusal of the file")
+		letGo()
+		x.hooks.at = nil
+		ref, err = adopt()
+		must(t, err)
+		must(t, x.Claim(ref, "queue"))
+		read(ref)
+	})
 	t.Run("at reservation", func(t *testing.T) {
 		x := newShelf(t)
 		letGo := hog(t, x.mnt, 1<<20)

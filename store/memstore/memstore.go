@@ -17,7 +17,8 @@
 //
 // The caps count logical bytes. Segments that are free wait in a pool, [sluice.Health.PoolBytes], and are given back to the machine, the longest idle first, before
 // the pool and what is in use together would exceed MaxBytes, or their number MaxSamples; GC gives back what was idle for a minute. A recycled segment
-// may be up to an eighth larger than its sample.
+// may be up to an eighth larger than its sample, and all of them together by no more than a sample. So samples of 64 KiB and more never take more memory than MaxBytes and one
+// sample; of smaller ones, the garbage collector decides when their memory goes.
 //
 // Room is also what the machine and the memory cgroup have left: Reserve, and a Put that needs fresh memory, refuse with ErrNoSpace what does not fit
 // there, since the kernel would not refuse it but kill the process. A reading of them serves for a second, or until a quarter of it was used or something
