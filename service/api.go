@@ -35,8 +35,7 @@ type operation struct {
 	across       bool          // not about one run: a token that is good for one may call too, and sees no more than its own
 	early        bool          // on a run that is not open (deletion): the handler finds the run by itself
 	params       []param
-	status       int // of success; 200 if 0
-	answer       string
+	status       int      // of success; 200 if 0
 	raw          []string // other media types that it answers with
 	body         string   // media type of a body that is not JSON
 	headers      []param  // of the answer
@@ -46,7 +45,6 @@ type operation struct {
 type param struct {
 	name, in, text string
 	required       bool
-	integer        bool
 }
 
 // call is one call under way.
@@ -111,11 +109,11 @@ func handle[In, Out any](a *api, op operation, f func(context.Context, *call, *I
 }
 
 // stream adds an operation that reads or writes something else than JSON.
-func stream(a *api, op operation, in, out *described, f func(context.Context, *call) error) {
+func stream(a *api, op operation, out *described, f func(context.Context, *call) error) {
 	if op.status == 0 {
 		op.status = http.StatusOK
 	}
-	o := a.add(op, in, out)
+	o := a.add(op, nil, out)
 	a.mux.HandleFunc(op.method+" "+op.path, a.serve(o, f))
 }
 

@@ -26,7 +26,7 @@ func (s *Service) storeCalls(a *api) {
 		body: binary, params: []param{{name: "reservation", in: "query", text: "Id of the reservation that it uses; without one it goes by the caps."},
 			{name: wire.SampleHeader, in: "header", text: "What the file does not say itself: a JSON object, see the schema SampleFields."},
 			{name: wire.ChecksumTrailer, in: "header", text: "Sent as a trailer: crc32c of the file's data section, eight hexadecimal digits."}}},
-		nil, describe[wire.Stored](false), s.upload)
+		describe[wire.Stored](false), s.upload)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/stage", id: "stage", tag: "producers", summary: "Make a sample of a file in the staging directory", roles: producers, hot: true, status: http.StatusCreated,
 		text: "For producers on the same host, over the unix socket: the file must be the caller's own. It leaves the directory."},
 		func(ctx context.Context, c *call, in *wire.Stage) (*wire.Stored, error) {
@@ -36,10 +36,10 @@ func (s *Service) storeCalls(a *api) {
 	whole := param{name: "generation", in: "query", text: "Of the ref.", required: true}
 	fileHeaders := []param{{name: "ETag", text: "The generation."}, {name: "Accept-Ranges", text: "bytes"}}
 	stream(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}", id: "read-sample", tag: "consumers", summary: "Read a sample's file, or ranges of it", roles: both, hot: true,
-		text: "A safetensors file. Range, If-Range and HEAD work as usual.", params: []param{whole}, raw: []string{binary}, headers: fileHeaders}, nil, nil, s.readSample)
+		text: "A safetensors file. Range, If-Range and HEAD work as usual.", params: []param{whole}, raw: []string{binary}, headers: fileHeaders}, nil, s.readSample)
 	stream(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}/features/{name}", id: "read-feature", tag: "consumers", summary: "Read the bytes of one feature, or ranges of them", roles: both, hot: true,
 		text: "Little-endian, in C order.", params: []param{whole}, raw: []string{binary},
-		headers: append(fileHeaders, param{name: "Sluice-Shape", text: "The axes, with commas between."}, param{name: "Sluice-Dtype", text: "Torch's name of the element type."})}, nil, nil, s.readFeature)
+		headers: append(fileHeaders, param{name: "Sluice-Shape", text: "The axes, with commas between."}, param{name: "Sluice-Dtype", text: "Torch's name of the element type."})}, nil, s.readFeature)
 
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/pins", id: "pin", tag: "consumers", summary: "Pin a sample: its bytes stay until it is released", roles: both, hot: true}, s.pin)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/release", id: "release", tag: "consumers", summary: "Give up pins", roles: both, hot: true},
@@ -179,7 +179,7 @@ type body struct {
 
 func (b *body) Read(p []byte) (int, error) {
 	n, err := b.r.Read(p)
-	if err != nil && err != io.EOF { //nolint:errorlint // the contract of io.Reader
+	if err != nil && err != io.EOF {
 		b.err = err
 	}
 	return n, err
@@ -292,7 +292,7 @@ func (r *run) read(ctx context.Context, id, generation string) (*reading, error)
 	return &reading{f, loan}, nil
 }
 
-func (r *reading) close() error { return errors.Join(r.File.Close(), r.loan.Drop()) }
+func (r *reading) close() error { return errors.Join(r.Close(), r.loan.Drop()) }
 
 // section is a part of a file that http.ServeContent can serve. It shows its descriptor, whose position is its own, so that the kernel can send the bytes itself.
 type section struct {
@@ -425,7 +425,7 @@ func (w *served) WriteHeader(status int) {
 
 func (w *served) Write(p []byte) (int, error) {
 	if w.err != nil {
-		return len(p), nil // its own words
+		return len(p), nil //nolint:nilerr // these are its own words for the error that we have noted
 	}
 	if w.c.status == 0 {
 		w.c.begin(http.StatusOK)

@@ -15,12 +15,12 @@ import (
 func (s *Service) watchCalls(a *api) {
 	events := operation{method: http.MethodGet, path: "/v1/events", id: "events", across: true, tag: "service", summary: "What happens, as it happens",
 		text: "Server-sent events: `status` with a ServiceStatus, at once and then every second, and `event` with an Event.", raw: []string{eventStream}}
-	stream(a, events, nil, nil, func(ctx context.Context, c *call) error {
+	stream(a, events, nil, func(ctx context.Context, c *call) error {
 		return s.sendEvents(ctx, c, "", func() (any, error) { return s.statusFor(ctx, c), nil })
 	})
 	events.path, events.id, events.tag, events.text = "/v1/runs/{run}/events", "run-events", "runs", "The same for one run: `status` carries a Status. The stream ends with the run."
 	events.across, events.early = false, true // it must not hold the run
-	stream(a, events, nil, nil, func(ctx context.Context, c *call) error {
+	stream(a, events, nil, func(ctx context.Context, c *call) error {
 		r, err := s.find(c.r.PathValue("run"))
 		if err != nil {
 			return err
@@ -33,7 +33,7 @@ func (s *Service) watchCalls(a *api) {
 
 	stream(a, operation{method: http.MethodGet, path: "/v1/sessions/{session}", id: "hold-session", across: true, tag: "sessions", summary: "Hold a session", hot: true,
 		text: "The answer is a Session, and then a line of white space every few seconds, for as long as the client process keeps the connection. When it ends and no other comes within the grace, the session has ended: its reservations and pins go, and the leases of the " +
-			"consumers that called in it return to the head. A session that never held a connection ends a minute after its last call."}, nil, describe[wire.Session](false), s.holdSession)
+			"consumers that called in it return to the head. A session that never held a connection ends a minute after its last call."}, describe[wire.Session](false), s.holdSession)
 	handle(a, operation{method: http.MethodDelete, path: "/v1/sessions/{session}", id: "end-session", across: true, tag: "sessions", summary: "End a session at once", text: "Ending one that is not there is success."},
 		func(ctx context.Context, c *call, _ *nothing) (*nothing, error) {
 			id := c.r.PathValue("session")
@@ -63,7 +63,7 @@ func (s *Service) watchCalls(a *api) {
 // metricsCall lets Prometheus look.
 func (s *Service) metricsCall(a *api) {
 	h := s.metrics.Handler()
-	stream(a, operation{method: http.MethodGet, path: "/metrics", id: "metrics", tag: "service", summary: "Figures for Prometheus", hot: true, raw: []string{"text/plain"}}, nil, nil,
+	stream(a, operation{method: http.MethodGet, path: "/metrics", id: "metrics", tag: "service", summary: "Figures for Prometheus", hot: true, raw: []string{"text/plain"}}, nil,
 		func(_ context.Context, c *call) error {
 			c.header()
 			c.status = http.StatusOK

@@ -86,6 +86,7 @@ func each(b *testing.B, n int, f func(caller int)) {
 	var left atomic.Int64
 	left.Store(int64(b.N))
 	var wg sync.WaitGroup
+	before := cpuTime(b)
 	b.ResetTimer()
 	for i := range callers {
 		wg.Go(func() {
@@ -97,6 +98,7 @@ func each(b *testing.B, n int, f func(caller int)) {
 	wg.Wait()
 	b.StopTimer()
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "cycles/s")
+	b.ReportMetric(float64((cpuTime(b)-before).Microseconds())/float64(b.N), "cpu-us/op") // of both ends
 }
 
 func benchControl(b *testing.B, d dirstore.Durability, batch int) {

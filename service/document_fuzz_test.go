@@ -245,8 +245,9 @@ func (m *mill) bad() (*http.Request, string) {
 		op := pick(m.rnd, m.ops)
 		path := op.path
 		path = strings.NewReplacer("{run}", "r1", "{sample_id}", "no-such", "{name}", "input_ids", "{session}", strings.Repeat("0", 32)).Replace(path)
-		how, contentType := "", "application/json"
+		var how string
 		var body []byte
+		contentType := "application/json"
 		query := ""
 		for _, p := range op.Parameters {
 			if p.In == "query" && p.Required {

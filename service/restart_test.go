@@ -83,7 +83,7 @@ func startProcess(t *testing.T, dir string) *process {
 			return false
 		}
 		resp.Body.Close()
-		return resp.StatusCode == 200
+		return resp.StatusCode == http.StatusOK
 	})
 	return p
 }

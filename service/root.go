@@ -42,19 +42,15 @@ func chooseRoot(o *Options, memory string) (dir, why string) {
 			return dir, "it holds this service's store already"
 		}
 	}
-	var st unix.Statfs_t
-	switch err := unix.Statfs(memory, &st); {
+	switch free, inRAM, err := roomOf(memory); {
 	case err != nil:
 		return beside, fmt.Sprintf("%s: %v", memory, err)
-	case int64(st.Type) != unix.TMPFS_MAGIC:
+	case !inRAM:
 		return beside, memory + " is not in memory"
-	default:
-		free := int64(st.Bavail) * int64(st.Bsize) //nolint:unconvert // the types differ between systems
-		if free/2 < o.MaxBytes {
-			return beside, fmt.Sprintf("%s has %d bytes free, less than twice the cap of %d", memory, free, o.MaxBytes)
-		}
-		return inMemory, fmt.Sprintf("%s has room for twice the cap", memory)
+	case free/2 < o.MaxBytes:
+		return beside, fmt.Sprintf("%s has %d bytes free, less than twice the cap of %d", memory, free, o.MaxBytes)
 	}
+	return inMemory, fmt.Sprintf("%s has room for twice the cap", memory)
 }
 
 // openRoot takes the root for this process.
@@ -85,11 +81,11 @@ func openRoot(dir string, me owner) (*root, error) {
 }
 
 func (r *root) prepare() error {
-	var st unix.Statfs_t
-	if err := unix.Statfs(r.dir, &st); err != nil {
+	_, inRAM, err := roomOf(r.dir)
+	if err != nil {
 		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: r.dir, Err: err}
 	}
-	r.disk = int64(st.Type) != unix.TMPFS_MAGIC
+	r.disk = !inRAM
 	for _, sub := range []string{"runs", "staging"} {
 		dir := filepath.Join(r.dir, sub)
 		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {

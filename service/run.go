@@ -43,7 +43,7 @@ type run struct {
 
 func (s *Service) newRun(e *entry, id string, bytes int64) *run {
 	r := &run{s: s, id: id, created: e.created, spec: e.spec, cap: bytes}
-	r.holdings.init()
+	r.init()
 	now := e.now
 	r.now.Store(&now)
 	r.ctx, r.end = context.WithCancel(s.ctx)
@@ -315,7 +315,7 @@ func (r *run) storeInfo() wire.StoreInfo {
 // status is the queue's, or next to nothing if there is none now.
 func (r *run) status(ctx context.Context) (wire.Status, error) {
 	if err := r.enter(); err != nil {
-		return wire.Status{RunID: r.id, Bottleneck: "none: " + err.Error(), Consumers: []wire.ConsumerStatus{}, Producers: []wire.ProducerStatus{}}, nil //nolint:nilerr // it says so
+		return wire.Status{RunID: r.id, Bottleneck: "none: " + err.Error(), Consumers: []wire.ConsumerStatus{}, Producers: []wire.ProducerStatus{}}, nil
 	}
 	defer r.leave()
 	st, err := r.q.Status(ctx)

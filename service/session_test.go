@@ -17,11 +17,11 @@ import (
 func (b *bed) hold(session string) (cut func()) {
 	b.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
-	req, err := http.NewRequestWithContext(ctx, "GET", b.srv.URL+"/v1/sessions/"+session, nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, b.srv.URL+"/v1/sessions/"+session, nil)
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	resp, err := b.srv.Client().Do(req)
+	resp, err := b.srv.Client().Do(req) //nolint:bodyclose // cut closes it
 	if err != nil {
 		b.t.Fatal(err)
 	}

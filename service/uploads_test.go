@@ -96,7 +96,7 @@ func TestHalfAnUploadIsNeverSeen(t *testing.T) {
 		ctx, cancel := context.WithCancel(context.Background())
 		pr, pw := io.Pipe()
 		go func() { pw.Write(data[:cut]); cancel(); pw.CloseWithError(errors.New("gone")) }()
-		req, err := http.NewRequestWithContext(ctx, "PUT", b.srv.URL+"/v1/runs/r1/samples/s-1?reservation="+res.ID, pr)
+		req, err := http.NewRequestWithContext(ctx, http.MethodPut, b.srv.URL+"/v1/runs/r1/samples/s-1?reservation="+res.ID, pr)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -115,7 +115,7 @@ func TestHalfAnUploadIsNeverSeen(t *testing.T) {
 		t.Errorf("short: %d %s", short.status, short.body)
 	}
 	sum := func(trailer string) answer {
-		req, err := http.NewRequest("PUT", b.srv.URL+"/v1/runs/r1/samples/s-1?reservation="+res.ID, io.MultiReader(bytes.NewReader(data)))
+		req, err := http.NewRequest(http.MethodPut, b.srv.URL+"/v1/runs/r1/samples/s-1?reservation="+res.ID, io.MultiReader(bytes.NewReader(data)))
 		if err != nil {
 			t.Fatal(err)
 		}

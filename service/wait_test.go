@@ -28,7 +28,7 @@ func (b *bed) goingAway(ctx context.Context, path string, in any) {
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	req, err := http.NewRequestWithContext(ctx, "POST", b.url+path, bytes.NewReader(data))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+path, bytes.NewReader(data))
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -84,7 +84,7 @@ func TestALeaseForACallerWhoHasGoneIsNotLost(t *testing.T) {
 		t.Fatal(err)
 	}
 	call := func(request string) (*wire.Delivery, error) {
-		c := &call{s: b.s, run: run, r: httptest.NewRequest("POST", "/", nil)}
+		c := &call{s: b.s, run: run, r: httptest.NewRequest(http.MethodPost, "/", nil)}
 		return b.s.acquire(&fading{Context: context.Background()}, c, &wire.Acquire{Consumer: trainer, RequestID: request})
 	}
 	if d, err := call(""); err == nil {
@@ -149,7 +149,7 @@ func TestEventsComeAsTheyHappen(t *testing.T) {
 	b.create("r1")
 	b.create("r2")
 	open := func(path string) *bufio.Scanner {
-		req, err := http.NewRequestWithContext(t.Context(), "GET", b.url+path, nil)
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, b.url+path, nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -158,7 +158,7 @@ func TestEventsComeAsTheyHappen(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { resp.Body.Close() })
-		if ct := resp.Header.Get("Content-Type"); resp.StatusCode != 200 || ct != "text/event-stream" {
+		if ct := resp.Header.Get("Content-Type"); resp.StatusCode != http.StatusOK || ct != "text/event-stream" {
 			t.Fatalf("%d %s", resp.StatusCode, ct)
 		}
 		return bufio.NewScanner(resp.Body)
@@ -206,7 +206,7 @@ func TestAPanicIsA500WithItsRequestInTheLog(t *testing.T) {
 	a := &api{s: b.s, mux: http.NewServeMux()}
 	handle(a, operation{method: "GET", path: "/panic", id: "panic", open: true}, func(context.Context, *call, *nothing) (*alive, error) { panic("with colours") })
 	w := httptest.NewRecorder()
-	a.ServeHTTP(w, httptest.NewRequest("GET", "/panic", nil))
+	a.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/panic", nil))
 	var p wire.Problem
 	if err := json.Unmarshal(w.Body.Bytes(), &p); err != nil || w.Code != 500 || p.Code != wire.CodeInternal || strings.Contains(w.Body.String(), "colours") {
 		t.Errorf("%d %s, %v", w.Code, w.Body, err)
@@ -255,7 +255,7 @@ func TestFilesAreSentByTheKernel(t *testing.T) {
 	ref := b.put("r1", "s-1")
 	for _, path := range []string{sampleURL(ref), sampleURL(ref) + "/features/hidden_states"} {
 		for _, rng := range []string{"", "bytes=3-20"} {
-			r := httptest.NewRequest("GET", path+"?generation="+ref.Generation(), nil)
+			r := httptest.NewRequest(http.MethodGet, path+"?generation="+ref.Generation(), nil)
 			if rng != "" {
 				r.Header.Set("Range", rng)
 			}
@@ -341,7 +341,7 @@ func TestAGracefulStopIsBounded(t *testing.T) {
 	pr, pw := io.Pipe()
 	defer pw.Close()
 	wg.Go(func() {
-		req, err := http.NewRequest("PUT", b.url+"/v1/runs/r1/samples/s-2", pr)
+		req, err := http.NewRequest(http.MethodPut, b.url+"/v1/runs/r1/samples/s-2", pr)
 		if err != nil {
 			t.Error(err)
 			return

@@ -76,5 +76,8 @@ func (*Loan) Release() error { return nil }
 // Close does nothing.
 func (*Loan) Close() error { return nil }
 
+// Drop does nothing.
+func (*Loan) Drop() error { return nil }
+
 // Lost does nothing.
 func (*Loan) Lost() error { return nil }
