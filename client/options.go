@@ -92,7 +92,7 @@ func (o *Options) resolve() (target, error) {
 		return t, err
 	}
 	if t.token == "" && t.socket == "" {
-		own := ""
+		var own string
 		if t.token, own, err = o.ownToken(t.base); err != nil {
 			return t, err
 		}

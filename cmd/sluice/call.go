@@ -95,7 +95,7 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 		}
 		c.base = u.Scheme + "://" + u.Host
 		if token == "" && dir != "" {
-			own := ""
+			var own string
 			if c.token, own, err = wire.OwnToken(dir, c.base); err != nil {
 				return nil, err
 			}
