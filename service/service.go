@@ -51,11 +51,7 @@ type Service struct {
 	faults    faults
 	hub       hub
 	abandoned atomic.Int64 // samples that were uploaded, never committed, and freed
-	clock     struct {
-		mu   sync.Mutex
-		last time.Time
-	}
-	sweep struct {
+	sweep     struct {
 		mu     sync.Mutex
 		stop   func() bool
 		rounds int
@@ -213,17 +209,8 @@ func (s *Service) spawn(f func()) {
 	}
 }
 
-// now is the time, which does not go back whatever the wall clock does.
-func (s *Service) now() time.Time {
-	t := s.opts.Clock.Now()
-	s.clock.mu.Lock()
-	defer s.clock.mu.Unlock()
-	if t.Before(s.clock.last) {
-		return s.clock.last
-	}
-	s.clock.last = t
-	return t
-}
+// now is the time, with the monotonic reading that keeps what ends by itself from heeding a wall clock that jumps.
+func (s *Service) now() time.Time { return s.opts.Clock.Now() }
 
 // arm sets the timer of the next sweep.
 func (s *Service) arm() {

@@ -305,6 +305,38 @@ func TestAClockThatJumpsBackEndsNothing(t *testing.T) {
 	}
 }
 
+// A jump of the system's wall clock can't be played here; what keeps it from mattering is that every time which something ends at has a monotonic reading.
+func TestWhatEndsByItselfGoesByTheMonotonicClock(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	session := newID()
+	do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{10}}, session)
+	ref := b.upload("r1", "s-1", "", session)
+	do[wire.Pinned](b, "POST", "/v1/runs/r1/pins", wire.Pin{Ref: ref})
+	run, err := b.s.find("r1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.s.sessions.mu.Lock()
+	times := map[string]time.Time{"session": b.s.sessions.byID[session].last, "next": run.next, "upload": run.uploads["s-1"].expires}
+	b.s.sessions.mu.Unlock()
+	for _, r := range run.reservations {
+		times["reservation"] = r.expires
+	}
+	for _, p := range run.pins {
+		times["pin"] = p.expires
+	}
+	if len(times) != 5 {
+		t.Errorf("%v", times)
+	}
+	for what, at := range times {
+		if !strings.Contains(at.String(), " m=") {
+			t.Errorf("%s: %v has no monotonic reading", what, at)
+		}
+	}
+}
+
 // jumping is a clock whose hands somebody moves.
 type jumping struct {
 	sluice.SystemClock
