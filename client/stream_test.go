@@ -26,7 +26,7 @@ func TestAStreamRunsOnAService(t *testing.T) {
 			const rows = 60
 			prompts := stream.FromSeq(func(yield func(*sluice.PromptBatch, error) bool) {
 				for i := range int64(rows) {
-					ids, mask := []int64{10, 11, 12, i}, []int64{1, 1, 1, 1}
+					ids, mask := []int64{10, 11, 12, 13 + i}, []int64{1, 1, 1, 1}
 					n := int64(len(ids))
 					if !yield(stream.BatchOf(sluice.TensorOf(sluice.Int64, ids, 1, n), sluice.TensorOf(sluice.Int64, mask, 1, n), sluice.TensorOf(sluice.Int64, mask, 1, n))) {
 						return
