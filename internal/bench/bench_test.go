@@ -15,6 +15,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/scratch"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -56,20 +57,13 @@ func TestAnInterruptLeavesNothing(t *testing.T) {
 
 func TestOneRunSweepsWhatAKilledOneLeft(t *testing.T) {
 	dir := t.TempDir()
-	old, young, foreign := filepath.Join(dir, folderPrefix+"old"), filepath.Join(dir, folderPrefix+"young"), filepath.Join(dir, "old")
-	running := filepath.Join(dir, folderPrefix+"running")
-	long := time.Now().Add(-time.Hour)
-	for _, d := range []string{old, young, foreign, running} {
+	old, foreign, running := filepath.Join(dir, folderPrefix+"old"), filepath.Join(dir, "old"), filepath.Join(dir, folderPrefix+"running")
+	for _, d := range []string{old, foreign, running} {
 		if err := os.Mkdir(d, 0o700); err != nil {
 			t.Fatal(err)
 		}
-		if d != young {
-			if err := os.Chtimes(d, long, long); err != nil {
-				t.Fatal(err)
-			}
-		}
 	}
-	l, err := lock(running)
+	l, err := scratch.Lock(running)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +79,7 @@ func TestOneRunSweepsWhatAKilledOneLeft(t *testing.T) {
 	for _, e := range entries {
 		left = append(left, e.Name())
 	}
-	if d := cmp.Diff([]string{"old", folderPrefix + "running", folderPrefix + "young"}, left); d != "" {
+	if d := cmp.Diff([]string{"old", folderPrefix + "running"}, left); d != "" {
 		t.Errorf("-want +left\n%s", d)
 	}
 }

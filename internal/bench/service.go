@@ -52,7 +52,7 @@ func (b *bench) serve(ctx context.Context, p *place) (_ *served, err error) {
 			err = errors.Join(err, s.close())
 		}
 	}()
-	if s.dir, err = os.MkdirTemp(p.folder, "row-"); err != nil {
+	if s.dir, err = os.MkdirTemp(p.folder.Path, "row-"); err != nil {
 		return nil, err
 	}
 	if s.svc, err = service.Open(ctx, service.Options{StateDir: filepath.Join(s.dir, "state"), StoreDir: filepath.Join(s.dir, "store"), MaxBytes: b.caps().MaxBytes, Logger: slog.New(slog.DiscardHandler)}); err != nil {

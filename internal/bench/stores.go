@@ -71,7 +71,7 @@ func (b *bench) memSite() (*site, error) {
 }
 
 func (b *bench) dirSite(p *place, noPool bool) (*site, error) {
-	dir, err := os.MkdirTemp(p.folder, "row-")
+	dir, err := os.MkdirTemp(p.folder.Path, "row-")
 	if err != nil {
 		return nil, err
 	}
