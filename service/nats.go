@@ -13,10 +13,18 @@ func openJournals(ctx context.Context, o *Options) (Journals, error) {
 	opts := natsjournal.Options{Logger: o.Logger}
 	if o.NATSURL != "" {
 		opts.CredentialsFile = o.NATSCredentials
-		return natsjournal.Connect(ctx, o.NATSURL, &opts)
+		return whole(natsjournal.Connect(ctx, o.NATSURL, &opts))
 	}
 	if o.Durability == dirstore.Power {
 		opts.Durability = natsjournal.Power
 	}
-	return natsjournal.Open(ctx, filepath.Join(o.StateDir, "journal"), &opts)
+	return whole(natsjournal.Open(ctx, filepath.Join(o.StateDir, "journal"), &opts))
+}
+
+// whole keeps a nil pointer from becoming journals that are not nil.
+func whole(j *natsjournal.Journals, err error) (Journals, error) {
+	if err != nil {
+		return nil, err
+	}
+	return j, nil
 }
