@@ -90,6 +90,7 @@ func Run(ctx context.Context, o Options) (_ *Result, err error) {
 	jobs = append(jobs, b.queueJobs()...)
 	jobs = append(jobs, b.healthJobs(places[0])...)
 	jobs = append(jobs, b.serviceJobs(places[0])...)
+	jobs = append(jobs, b.controlJobs(places)...)
 	jobs = append(jobs, b.modelJobs()...)
 	jobs = slices.DeleteFunc(jobs, func(j job) bool { return !only.MatchString(j.name) })
 	if len(jobs) == 0 {
