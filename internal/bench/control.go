@@ -387,7 +387,7 @@ func (b *bench) few() int {
 
 func (b *bench) controlOne(ctx context.Context, at *place) (value, floor float64, err error) {
 	n := b.few()
-	p, err := newPlant(ctx, at.folder, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -410,7 +410,7 @@ func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float6
 	if !b.o.Quick {
 		many *= 2
 	}
-	p, err := newPlant(ctx, at.folder, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -421,12 +421,12 @@ func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float6
 
 func (b *bench) controlPower(ctx context.Context, at *place) (value, floor float64, err error) {
 	n := b.few()
-	p, err := newPlant(ctx, at.folder, dirstore.Power)
+	p, err := newPlant(ctx, at.folder.Path, dirstore.Power)
 	if err != nil {
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
-	dir, err := os.MkdirTemp(at.folder, "row-")
+	dir, err := os.MkdirTemp(at.folder.Path, "row-")
 	if err != nil {
 		return 0, 0, err
 	}
@@ -462,7 +462,7 @@ func (b *bench) controlPower(ctx context.Context, at *place) (value, floor float
 // controlWake measures from the call of commit to the answer of the acquire that waited for it.
 func (b *bench) controlWake(ctx context.Context, at *place) (value, floor float64, err error) {
 	const times = 50
-	p, err := newPlant(ctx, at.folder, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}

@@ -23,7 +23,7 @@ const (
 	// fullQueue is how many bytes wait for the server before Append itself waits.
 	fullQueue = 8 << 20
 
-	// keptBuffer is how large a buffer may be that an idle journal keeps.
+	// keptBuffer is how large a buffer may be that an idle journal keeps for the next message.
 	keptBuffer = 64 << 10
 
 	// company is how long lazy records wait for some that are not.
@@ -49,6 +49,7 @@ type journal struct {
 	queue   []*batch   // to be written, in order
 	queued  int        // bytes in it
 	writing chan struct{}
+	spare   []byte      // for the body of the next batch
 	timer   *time.Timer // company's
 	touched bool        // something was appended
 	broken  error
@@ -249,7 +250,8 @@ func (j *journal) tail(size int) *batch {
 			return b
 		}
 	}
-	b := &batch{done: make(chan struct{})}
+	b := &batch{body: j.spare, done: make(chan struct{})}
+	j.spare = nil
 	j.queue = append(j.queue, b)
 	return b
 }
@@ -323,6 +325,9 @@ func (j *journal) write() {
 				j.broken = err
 			}
 			b.err = err
+		}
+		if cap(b.body) <= keptBuffer {
+			j.spare = b.body[:0]
 		}
 		close(b.done)
 	}

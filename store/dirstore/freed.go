@@ -4,13 +4,15 @@ package dirstore
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
 
-// reapEvery is how often a session with listeners looks for dead ones: their pins and reservations are room that nobody else would tell of.
+// reapEvery is how often a session with listeners looks for dead ones: their pins and reservations are room that nobody else would tell of. One that is alone sleeps until
+// another one comes, which wakes it.
 const reapEvery = 500 * time.Millisecond
 
 const futexWake, futexWait = 1, 0 // FUTEX_WAKE and FUTEX_WAIT, not private: the word is shared between processes
@@ -21,10 +23,24 @@ func (h *head) wake() {
 	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&h.futex)), futexWake, 1<<30, 0, 0, 0)
 }
 
-// sleep waits until the word is not value, or for the given time. It may return early.
-func (h *head) sleep(value uint32, d time.Duration) {
-	ts := unix.NsecToTimespec(int64(d))
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&h.futex)), futexWait, uintptr(value), uintptr(unsafe.Pointer(&ts)), 0, 0)
+// sleep waits until the word is not value, or until it is time to look for dead sessions, if there are others. It may return early.
+func (h *head) sleep(value uint32) {
+	var until *unix.Timespec
+	if h.known() > 1 {
+		ts := unix.NsecToTimespec(int64(reapEvery))
+		until = &ts
+	}
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(&h.futex)), futexWait, uintptr(value), uintptr(unsafe.Pointer(until)), 0, 0)
+}
+
+// known counts the sessions of the ledger. It needs no lock: one that comes later changes the word.
+func (h *head) known() (n int) {
+	for i := range h.sessions {
+		if atomic.LoadUint32(&h.sessions[i].state) != 0 {
+			n++
+		}
+	}
+	return n
 }
 
 // watcher calls the listeners when room came free in any session. Its goroutine runs while there are listeners, and ends with the last one or
@@ -98,12 +114,12 @@ func (s *Store) watchFreed(h *head, seen uint64, done chan struct{}) {
 			}
 			continue
 		}
-		if time.Since(reaped) >= reapEvery {
+		if time.Since(reaped) >= reapEvery && h.known() > 1 {
 			_ = s.do(func(l *ledger) error { l.reapDead(); return nil })
 			reaped = time.Now()
 			continue
 		}
-		h.sleep(word, reapEvery)
+		h.sleep(word)
 	}
 }
 

@@ -28,6 +28,7 @@ func (l *ledger) enter() error {
 		l.sessions[i] = session{pid: uint32(os.Getpid()), started: l.now()}
 		atomic.StoreUint32(&l.sessions[i].state, 1)
 		l.me = uint32(i) + 1
+		l.wake() // whoever was alone looks after us from now on
 		return nil
 	}
 	return fail(sluice.Full, "open", l.s.dir, "has %d open sessions, at most %d are kept", maxSessions, maxSessions)
