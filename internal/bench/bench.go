@@ -48,7 +48,7 @@ type job struct {
 	name, unit, floor string
 	time              bool // the unit is a time: less is better
 	run               func(ctx context.Context) (value, floor float64, err error)
-	in                *place // where its files lie; nil if it has none
+	in, also          *place // where its files lie; nil if it has none
 }
 
 // bench is one run.
@@ -103,7 +103,7 @@ func Run(ctx context.Context, o Options) (_ *Result, err error) {
 		names = append(names, j.name)
 	}
 	for _, p := range places {
-		if !slices.ContainsFunc(jobs, func(j job) bool { return j.in == p }) {
+		if !slices.ContainsFunc(jobs, func(j job) bool { return j.in == p || j.also == p }) {
 			continue
 		}
 		if err := p.open(5 * b.sample); err != nil {

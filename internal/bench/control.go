@@ -44,8 +44,8 @@ func (b *bench) controlJobs(places []*place) []job {
 			run: func(ctx context.Context) (float64, float64, error) { return b.controlWake(ctx, memory) }},
 	}
 	for _, disk := range places[1:] {
-		jobs = append(jobs, job{name: "service: reserve-commit-acquire-settle, 16 callers, power, journal on disk, no bytes", unit: "cycles/s", floor: "the bare journal appends of the same cycles", in: disk,
-			run: func(ctx context.Context) (float64, float64, error) { return b.controlPower(ctx, disk) }})
+		jobs = append(jobs, job{name: "service: reserve-commit-acquire-settle, 16 callers, power, journal on disk, no bytes", unit: "cycles/s", floor: "the bare journal appends of the same cycles", in: disk, also: memory,
+			run: func(ctx context.Context) (float64, float64, error) { return b.controlPower(ctx, memory, disk) }})
 	}
 	return jobs
 }
@@ -62,14 +62,10 @@ type plant struct {
 	close      func() error
 }
 
-// newPlant starts a service with a run; everything lies in the folder.
-func newPlant(ctx context.Context, folder string, durability dirstore.Durability) (_ *plant, err error) {
-	dir, err := os.MkdirTemp(folder, "row-")
-	if err != nil {
-		return nil, err
-	}
+// newPlant starts a service with a run, with its samples in one folder and its journals in another.
+func newPlant(ctx context.Context, samples, journals string, durability dirstore.Durability) (_ *plant, err error) {
 	p := &plant{taps: &taps{}}
-	undo := []func() error{func() error { return os.RemoveAll(dir) }}
+	var undo []func() error
 	p.close = func() error {
 		var errs []error
 		for _, f := range slices.Backward(undo) {
@@ -82,16 +78,23 @@ func newPlant(ctx context.Context, folder string, durability dirstore.Durability
 			err = errors.Join(err, p.close())
 		}
 	}()
+	var dirs [2]string
+	for i, folder := range []string{samples, journals} {
+		if dirs[i], err = os.MkdirTemp(folder, "row-"); err != nil {
+			return nil, err
+		}
+		undo = append(undo, func() error { return os.RemoveAll(dirs[i]) })
+	}
 	quiet := slog.New(slog.DiscardHandler)
-	state := filepath.Join(dir, "state")
+	state := filepath.Join(dirs[1], "state")
 	level := natsjournal.Process
 	if durability == dirstore.Power {
 		level = natsjournal.Power
 	}
-	if p.taps.Journals, err = natsjournal.Open(ctx, filepath.Join(dir, "journal"), &natsjournal.Options{Durability: level, Logger: quiet}); err != nil {
+	if p.taps.Journals, err = natsjournal.Open(ctx, filepath.Join(dirs[1], "journal"), &natsjournal.Options{Durability: level, Logger: quiet}); err != nil {
 		return nil, err
 	}
-	s, err := service.Open(ctx, service.Options{StateDir: state, StoreDir: filepath.Join(dir, "store"), Durability: durability, Journals: p.taps, Logger: quiet})
+	s, err := service.Open(ctx, service.Options{StateDir: state, StoreDir: filepath.Join(dirs[0], "store"), Durability: durability, Journals: p.taps, Logger: quiet})
 	if err != nil {
 		return nil, errors.Join(err, p.taps.Close())
 	}
@@ -387,7 +390,7 @@ func (b *bench) few() int {
 
 func (b *bench) controlOne(ctx context.Context, at *place) (value, floor float64, err error) {
 	n := b.few()
-	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -408,9 +411,9 @@ func (b *bench) controlOne(ctx context.Context, at *place) (value, floor float64
 func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float64, err error) {
 	few, many := b.few(), callers*manyAtOne
 	if !b.o.Quick {
-		many *= 2
+		many *= 4
 	}
-	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -419,14 +422,14 @@ func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float6
 	return float64(many) / workS, float64(few) / floorS, err
 }
 
-func (b *bench) controlPower(ctx context.Context, at *place) (value, floor float64, err error) {
+func (b *bench) controlPower(ctx context.Context, memory, disk *place) (value, floor float64, err error) {
 	n := b.few()
-	p, err := newPlant(ctx, at.folder.Path, dirstore.Power)
+	p, err := newPlant(ctx, memory.folder.Path, disk.folder.Path, dirstore.Power)
 	if err != nil {
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
-	dir, err := os.MkdirTemp(at.folder.Path, "row-")
+	dir, err := os.MkdirTemp(disk.folder.Path, "row-")
 	if err != nil {
 		return 0, 0, err
 	}
@@ -462,7 +465,7 @@ func (b *bench) controlPower(ctx context.Context, at *place) (value, floor float
 // controlWake measures from the call of commit to the answer of the acquire that waited for it.
 func (b *bench) controlWake(ctx context.Context, at *place) (value, floor float64, err error) {
 	const times = 50
-	p, err := newPlant(ctx, at.folder.Path, dirstore.Process)
+	p, err := newPlant(ctx, at.folder.Path, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
 	}
