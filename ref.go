@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"unicode/utf8"
 )
 
@@ -76,21 +77,27 @@ func NewRef(f RefFields) (Ref, error) {
 		f.Features[i].Shape = slices.Clone(f.Features[i].Shape)
 	}
 	f.Attributes = maps.Clone(f.Attributes)
-	return newRef(f)
+	return newRef(f, "")
 }
 
-// newRef takes ownership of f.
-func newRef(f RefFields) (Ref, error) {
+// newRef takes ownership of f. If the canonical form is text, no other copy of it is kept.
+func newRef(f RefFields, text string) (Ref, error) {
 	if err := f.validate(); err != nil {
 		return Ref{}, err
 	}
-	d := &refData{f: f}
-	d.canon = string(d.f.appendCanonical(make([]byte, 0, 256+128*len(f.Features))))
-	if len(d.canon) > MaxRefBytes {
-		return Ref{}, refError(f.SampleID, "", fmt.Sprintf("is %d bytes in canonical form, at most %d are allowed", len(d.canon), MaxRefBytes))
+	b := canonBuffers.Get().(*[]byte)
+	defer canonBuffers.Put(b)
+	*b = f.appendCanonical((*b)[:0])
+	if len(*b) > MaxRefBytes {
+		return Ref{}, refError(f.SampleID, "", fmt.Sprintf("is %d bytes in canonical form, at most %d are allowed", len(*b), MaxRefBytes))
 	}
-	return Ref{d: d}, nil
+	if string(*b) != text {
+		text = string(*b)
+	}
+	return Ref{d: &refData{f: f, canon: text}}, nil
 }
+
+var canonBuffers = sync.Pool{New: func() any { return new([]byte) }}
 
 // SumBytes is the sum of the features' bytes, checked against overflow: what EstimatedBytes must be.
 func SumBytes(features []RefFeature) (int64, error) {
@@ -173,23 +180,23 @@ func (f *RefFields) validate() error {
 	}
 	for i := range f.Features {
 		ft := &f.Features[i]
-		at := fmt.Sprintf("features[%d]", i)
+		failAt := func(field, detail string) error { return fail(fmt.Sprintf("features[%d]%s", i, field), detail) }
 		if ValidateID(ft.Name) != nil {
-			return fail(at+".name", fmt.Sprintf("is %q, want [A-Za-z0-9_][A-Za-z0-9._:-]{0,199} without \"..\"", printable(ft.Name, 200)))
+			return failAt(".name", fmt.Sprintf("is %q, want [A-Za-z0-9_][A-Za-z0-9._:-]{0,199} without \"..\"", printable(ft.Name, 200)))
 		}
 		for j := range i {
 			if f.Features[j].Name == ft.Name {
-				return fail(at+".name", fmt.Sprintf("is %q, which features[%d] has too", ft.Name, j))
+				return failAt(".name", fmt.Sprintf("is %q, which features[%d] has too", ft.Name, j))
 			}
 		}
 		if ft.Key == "" {
-			return fail(at+".key", "is empty")
+			return failAt(".key", "is empty")
 		}
 		if err := checkText(ft.Key); err != nil {
-			return fail(at+".key", err.Error())
+			return failAt(".key", err.Error())
 		}
 		if err := ft.Validate(); err != nil {
-			return fail(at+" ("+ft.Name+")", "has a bad "+err.Error())
+			return failAt(" ("+ft.Name+")", "has a bad "+err.Error())
 		}
 	}
 	sum, err := SumBytes(f.Features)

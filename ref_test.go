@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
 	"pgregory.net/rapid"
@@ -342,6 +343,29 @@ func FuzzParseRef(f *testing.F) {
 			t.Fatalf("canonical form does not parse to itself: %v\n%s", err, r.Canonical())
 		}
 	})
+}
+
+// A hundred thousand of them are kept by a queue that is full.
+func TestAParsedRefKeepsItsCanonicalFormAndNothingElse(t *testing.T) {
+	t.Parallel()
+	canonical := goldenRefs(t)["eagle3.json"]
+	r, err := ParseRef(canonical)
+	if err != nil {
+		t.Fatal(err)
+	}
+	canonical = []byte(r.Canonical())
+	for name, text := range map[string][]byte{"canonical": canonical, "with spaces": append([]byte("  "), canonical...)} {
+		r, err := ParseRef(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		begin := uintptr(unsafe.Pointer(unsafe.StringData(r.Canonical())))
+		for _, s := range []string{r.SampleID(), r.RunID(), r.StoreURI(), r.Fields().Features[0].Name} {
+			if at := uintptr(unsafe.Pointer(unsafe.StringData(s))); at < begin || at >= begin+uintptr(len(r.Canonical())) {
+				t.Errorf("%s: %q is no part of the canonical form", name, s)
+			}
+		}
+	}
 }
 
 func BenchmarkRef(b *testing.B) {

@@ -14,16 +14,30 @@ func ParseRef(data []byte) (Ref, error) {
 	if len(data) > 4*MaxRefBytes { // spacing and escapes may lengthen the canonical form, within reason
 		return Ref{}, &Error{Kind: Invalid, Op: "ref: parse", Detail: fmt.Sprintf("is %d bytes, at most %d are allowed", len(data), 4*MaxRefBytes)}
 	}
-	p := refParser{data: data}
-	f, err := p.ref()
+	// The strings of a ref are parts of its text, which is kept anyway if it is canonical, as that of a ref on its way is.
+	text := string(data)
+	f, err := parseRef(text)
 	if err != nil {
 		return Ref{}, err
 	}
-	return newRef(f)
+	r, err := newRef(f, text)
+	if err != nil || r.d.canon == text {
+		return r, err
+	}
+	text = r.d.canon // or both would be kept
+	if f, err = parseRef(text); err != nil {
+		return Ref{}, err
+	}
+	return newRef(f, text)
+}
+
+func parseRef(text string) (RefFields, error) {
+	p := refParser{data: text}
+	return p.ref()
 }
 
 type refParser struct {
-	data []byte
+	data string
 	pos  int
 }
 
@@ -115,7 +129,7 @@ func (p *refParser) integer() (int64, error) {
 	if next := p.peek(); len(digits) == 0 || len(digits) > 1 && digits[0] == '0' || next != ',' && next != '}' && next != ']' {
 		return 0, p.fail("want a non-negative integer in plain digits")
 	}
-	n, err := strconv.ParseInt(string(digits), 10, 64)
+	n, err := strconv.ParseInt(digits, 10, 64)
 	if err != nil || n >= maxInteger {
 		return 0, p.fail("the integer %.24s is 2^53 or more", digits)
 	}
@@ -130,7 +144,7 @@ func (p *refParser) str() (string, error) {
 	for p.pos < len(p.data) { // the usual string has no escape and can be taken as it is
 		switch c := p.data[p.pos]; {
 		case c == '"':
-			s := string(p.data[start:p.pos])
+			s := p.data[start:p.pos]
 			if !utf8.ValidString(s) {
 				return "", p.fail("the string is not valid UTF-8")
 			}
@@ -332,6 +346,9 @@ func (p *refParser) features() (features []RefFeature, err error) {
 						return p.fail("a shape of more than %d axes", maxRank)
 					}
 					d, err := p.integer()
+					if f.Shape == nil {
+						f.Shape = make([]int64, 0, 3) // as most have, or less
+					}
 					f.Shape = append(f.Shape, d)
 					return err
 				})
@@ -347,6 +364,9 @@ func (p *refParser) features() (features []RefFeature, err error) {
 		})
 		if err != nil {
 			return err
+		}
+		if features == nil {
+			features = make([]RefFeature, 0, 6) // as most have, or less
 		}
 		features = append(features, f)
 		return set.complete(p)
