@@ -236,7 +236,7 @@ func (p *refParser) hex4() (rune, bool) {
 		default:
 			return 0, false
 		}
-		r = r<<4 | rune(c)
+		r = r<<4 | c
 	}
 	p.pos += 4
 	return r, true

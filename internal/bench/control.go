@@ -53,7 +53,6 @@ func (b *bench) controlJobs(places []*place) []job {
 // plant is a service behind its door, with what its callers need.
 type plant struct {
 	url, token string
-	session    string
 	http       *http.Client
 	run        *client.Run
 	stored     []sluice.Ref // not committed yet
@@ -261,7 +260,11 @@ func (p *plant) cycle(ctx context.Context, caller int, refs []sluice.Ref) (room 
 	}
 	for i, r := range committed.Results {
 		if r.Status != sluice.Enqueued {
-			return room, fmt.Errorf("commit of %s was answered %q (%v)", refs[i].SampleID(), r.Status, r.Error)
+			err := fmt.Errorf("commit of %s was answered %q, want %q", refs[i].SampleID(), r.Status, sluice.Enqueued)
+			if r.Error != nil {
+				err = errors.Join(err, r.Error.Err())
+			}
+			return room, err
 		}
 	}
 	for left := len(refs); left > 0; {
@@ -330,8 +333,8 @@ func (p *plant) echoes(refs []sluice.Ref) turn {
 }
 
 // newEcho serves a JSON echo, and calls it as the service is called.
-func newEcho() (*plant, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+func newEcho(ctx context.Context) (*plant, error) {
+	l, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
 		return nil, err
 	}
@@ -395,7 +398,7 @@ func (b *bench) controlOne(ctx context.Context, at *place) (value, floor float64
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
-	e, err := newEcho()
+	e, err := newEcho(ctx)
 	if err != nil {
 		return 0, 0, err
 	}
@@ -470,7 +473,7 @@ func (b *bench) controlWake(ctx context.Context, at *place) (value, floor float6
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, p.close()) }()
-	e, err := newEcho()
+	e, err := newEcho(ctx)
 	if err != nil {
 		return 0, 0, err
 	}
