@@ -79,7 +79,8 @@ type AcquireRequest struct {
 	// Ahead says that the consumer asks ahead of need, and has work in hand: while such a call waits, its consumer does not count as one that waits, neither
 	// in the look-out for deadlock nor in the time that consumers waited. The gate counts it as starving all the same, within the caps.
 	Ahead bool
-	// RequestID, if not empty, makes the call repeatable: for ten minutes the same id gets the same answer, as far as those leases are still held.
+	// RequestID, if not empty, makes the call repeatable: for ten minutes the same id gets the same answer, as far as those leases are still held. A member of a
+	// group is given the ones that have ended as well, like the members that were faster: its answers to them are stale, but it stays in step.
 	RequestID string
 }
 

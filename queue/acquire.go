@@ -147,7 +147,7 @@ func (q *Queue) acquire(ctx context.Context, r *sluice.AcquireRequest) (d sluice
 				return d, again, nil
 			}
 			for _, l := range known.leases {
-				if !l.ended && l.c == c && l.incarnation == c.incarnation {
+				if l.answers(c) {
 					d.Leases = append(d.Leases, q.view(l))
 					tx.lsn = max(tx.lsn, l.lsn)
 				}

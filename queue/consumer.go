@@ -87,6 +87,11 @@ func (c *consumer) behind(member int) *lease {
 	return nil
 }
 
+// answers reports whether a repeated acquire of c is given l again: if it is still held, and in a group in any case.
+func (l *lease) answers(c *consumer) bool {
+	return l.c == c && l.incarnation == c.incarnation && (!l.ended || l.group != nil)
+}
+
 // ahead is how many leases the member had that the slowest had not.
 func (c *consumer) ahead(member int) int64 { return c.cursor[member] - c.base }
 

@@ -180,7 +180,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 			tx.tellAfter(unclaim, s, q.lsn)
 		}
 	}
-	q.bySeq = nil
+	q.bySeq, q.endedByID = nil, nil
 	return nil
 }
 

@@ -13,8 +13,8 @@ import (
 // lease is one delivery that is out. What became of one that was settled is remembered elsewhere, for a while.
 type lease struct {
 	id          sluice.LeaseID
-	s           *sample // nil once settled
-	slot        *slot   // in a run with windows
+	s           *sample // nil once it has ended
+	slot        *slot   // in a run with windows; likewise
 	c           *consumer
 	incarnation int64
 	deadline    int64 // while it is out
@@ -32,17 +32,11 @@ type lease struct {
 	requested bool // a remembered request points to it
 }
 
-// slotOfGroup is the slot if members of a group may still have to be told of it.
-func (l *lease) slotOfGroup() *slot {
-	if l.group == nil {
-		return nil
-	}
-	return l.slot
-}
-
-// groupLease is what the members of a replica group said so far.
+// groupLease is what the members of a replica group are given, and what they said so far. The lease may end before the slowest of them has been given it: that one is
+// given the same all the same, since members that are given different samples hang, or train on different ones.
 type groupLease struct {
-	ref      sluice.Ref // the lease may end before the slowest member has been given it
+	ref      sluice.Ref
+	window   *sluice.WindowSlot
 	verdicts []sluice.Verdict
 	reasons  []string
 	left     int // members that have not settled
@@ -169,6 +163,9 @@ func (q *Queue) applyLease(r *leaseRecord) *lease {
 	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, order: q.order, deadline: q.now + int64(q.cfg.VisibilityTimeout), pad: r.Pad}
 	if c.members > 1 {
 		l.group = &groupLease{ref: s.ref, verdicts: make([]sluice.Verdict, c.members), left: c.members}
+		if l.slot != nil {
+			l.group.window = l.slot.view(q, l.pad)
+		}
 		c.log = append(c.log, l)
 		c.cursor[r.Member] = c.base + int64(len(c.log))
 		c.trim()
@@ -253,13 +250,17 @@ func (q *Queue) dropLease(l *lease) {
 func (q *Queue) view(l *lease) sluice.Lease {
 	left := time.Duration(max(l.deadline-q.now, 0))
 	v := sluice.Lease{ID: l.id, Consumer: l.c.name, Deadline: q.began.Add(time.Duration(l.deadline - q.base)), TimeLeft: left, Redelivery: int(l.redelivery)}
-	if l.group != nil {
-		v.Ref = l.group.ref
-	} else if l.s != nil {
-		v.Ref = l.s.ref
+	if g := l.group; g != nil {
+		v.Ref = g.ref
+		if g.window != nil {
+			w := *g.window
+			v.Window = &w
+		}
+		return v
 	}
-	if sl := l.slot; sl != nil {
-		v.Window = sl.view(q, l.pad)
+	v.Ref = l.s.ref
+	if l.slot != nil {
+		v.Window = l.slot.view(q, l.pad)
 	}
 	return v
 }
@@ -477,7 +478,7 @@ func (q *Queue) applyEnd(tx *txn, r *endRecord) {
 		if as, ok := codeOf(r.As); ok {
 			q.rememberLease(outcome{l.id, l.c.number, l.incarnation, r.At, tx.next(), as, r.How == howDead})
 		}
-		l.s, l.slot = nil, l.slotOfGroup()
+		l.s, l.slot = nil, nil
 		if l.group == nil && !l.requested {
 			q.spareLease = l // nobody else points to it; the next lease saves an allocation
 		}

@@ -143,7 +143,8 @@ type Queue struct {
 	journalFailed bool
 	since         int // records since the last snapshot
 	idle          chan struct{}
-	bySeq         map[int64]*sample // during a replay
+	bySeq         map[int64]*sample         // during a replay
+	endedByID     map[sluice.LeaseID]*lease // likewise; of groups
 }
 
 // counters are the sums of Status; they survive.

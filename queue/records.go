@@ -386,6 +386,7 @@ func init() {
 		"snap-gone":     replayer((*Queue).loadGone),
 		"snap-settled":  replayer((*Queue).loadSettled),
 		"snap-share":    replayer((*Queue).loadShare),
+		"snap-ended":    replayer((*Queue).loadEnded),
 		"snap-log":      replayer((*Queue).loadLog),
 		"snap-producer": replayer((*Queue).loadProducer),
 		"snap-taken":    replayer((*Queue).loadTaken),

@@ -126,13 +126,26 @@ type shareState struct {
 	Slots [][2]int64 `json:"slots"`
 }
 
+// endedLeases are those of groups that some members may yet be given.
+type endedLeases struct {
+	T    string       `json:"t"`
+	List []endedLease `json:"list"`
+}
+
+type endedLease struct {
+	Lease      sluice.LeaseID     `json:"lease"`
+	Consumer   string             `json:"consumer"`
+	Ref        sluice.Ref         `json:"ref"`
+	Redelivery int32              `json:"redelivery,omitempty"`
+	Window     *sluice.WindowSlot `json:"window,omitempty"`
+}
+
 type logState struct {
 	T        string           `json:"t"`
 	Consumer string           `json:"consumer"`
 	Base     int64            `json:"base"`
 	Cursor   []int64          `json:"cursor"`
 	Leases   []sluice.LeaseID `json:"leases"`
-	Refs     []sluice.Ref     `json:"refs"`
 }
 
 type producerStateRecord struct {
@@ -299,11 +312,15 @@ func (q *Queue) snapshot() []any {
 			}
 		}
 	}
+	requests := q.answeredRequests()
+	for part := range slices.Chunk(q.endedLeases(names, requests), chunk) {
+		out = append(out, endedLeases{"snap-ended", part})
+	}
 	for _, name := range names {
 		if c := q.consumers[name]; c.members > 1 {
 			st := logState{T: "snap-log", Consumer: name, Base: c.base, Cursor: slices.Clone(c.cursor)}
 			for _, l := range c.log {
-				st.Leases, st.Refs = append(st.Leases, l.id), append(st.Refs, l.group.ref)
+				st.Leases = append(st.Leases, l.id)
 			}
 			out = append(out, st)
 		}
@@ -327,13 +344,10 @@ func (q *Queue) snapshot() []any {
 			out = append(out, takenState{"snap-taken", sluice.Taken{Source: st.source, Epoch: st.epoch, Ranges: part}})
 		}
 	}
-	for r := q.requests.head; r != nil; r = r.next {
-		if r.done != nil || q.requests.byKey[r.key] != r || r.key.kind == 'r' {
-			continue
-		}
+	for _, r := range requests {
 		st := requestState{T: "snap-request", Kind: string(r.key.kind), Name: r.key.name, Incarnation: r.key.incarnation, Member: r.key.member, ID: r.key.id, At: r.at, Results: slices.Clone(r.results)}
 		for _, l := range r.leases {
-			if q.leases[key(l.id)] == l { // what has ended is no answer any more
+			if l.answers(q.consumers[r.key.name]) {
 				st.Leases = append(st.Leases, l.id)
 			}
 		}
@@ -342,6 +356,40 @@ func (q *Queue) snapshot() []any {
 		}
 	}
 	return out
+}
+
+// answeredRequests lists, oldest first, the requests whose answers a restart keeps: a reservation ends with its process.
+func (q *Queue) answeredRequests() (list []*request) {
+	for r := q.requests.head; r != nil; r = r.next {
+		if r.done == nil && q.requests.byKey[r.key] == r && r.key.kind != 'r' {
+			list = append(list, r)
+		}
+	}
+	return list
+}
+
+// endedLeases lists those that are not out, but in the log of a group or the answer to a member.
+func (q *Queue) endedLeases(names []string, requests []*request) (list []endedLease) {
+	known := map[*lease]bool{}
+	add := func(l *lease) {
+		if l.ended && !known[l] {
+			known[l] = true
+			list = append(list, endedLease{l.id, l.c.name, l.group.ref, l.redelivery, l.group.window})
+		}
+	}
+	for _, name := range names {
+		for _, l := range q.consumers[name].log {
+			add(l)
+		}
+	}
+	for _, r := range requests {
+		for _, l := range r.leases {
+			if l.answers(q.consumers[r.key.name]) {
+				add(l)
+			}
+		}
+	}
+	return list
 }
 
 // consumersInOrder lists those that are here by name, and then those that have left, as they left.
@@ -501,6 +549,9 @@ func (q *Queue) loadLeases(r *leasesState) error {
 				return corrupt("a lease of a group of another size")
 			}
 			g := &groupLease{ref: l.s.ref, verdicts: st.Verdicts, reasons: st.Reasons}
+			if slot != nil {
+				g.window = slot.view(q, l.pad)
+			}
 			for _, v := range g.verdicts {
 				if v == "" {
 					g.left++
@@ -554,19 +605,40 @@ func (q *Queue) loadShare(r *shareState) error {
 	return nil
 }
 
+func (q *Queue) loadEnded(r *endedLeases) error {
+	if q.endedByID == nil {
+		q.endedByID = map[sluice.LeaseID]*lease{}
+	}
+	for _, st := range r.List {
+		c := q.consumers[st.Consumer]
+		if c == nil || st.Ref.IsZero() {
+			return corrupt("a lease that has ended, of an unknown consumer or sample")
+		}
+		q.endedByID[st.Lease] = &lease{
+			id: st.Lease, c: c, incarnation: c.incarnation, redelivery: st.Redelivery, ended: true, group: &groupLease{ref: st.Ref, window: st.Window},
+		}
+	}
+	return nil
+}
+
+// snapshotLease finds a lease that the snapshot described, or nil.
+func (q *Queue) snapshotLease(id sluice.LeaseID) *lease {
+	if l := q.leaseByID(id); l != nil {
+		return l
+	}
+	return q.endedByID[id]
+}
+
 func (q *Queue) loadLog(r *logState) error {
 	c := q.consumers[r.Consumer]
-	if c == nil || len(r.Cursor) != c.members || len(r.Leases) != len(r.Refs) {
+	if c == nil || len(r.Cursor) != c.members {
 		return corrupt("the log of an unknown group")
 	}
 	c.base, c.cursor = r.Base, r.Cursor
-	for i, id := range r.Leases {
-		l := q.leaseByID(id)
-		if l == nil {
-			l = &lease{id: id, c: c, incarnation: c.incarnation, ended: true}
-		}
-		if l.group == nil {
-			l.group = &groupLease{ref: r.Refs[i], verdicts: make([]sluice.Verdict, c.members)}
+	for _, id := range r.Leases {
+		l := q.snapshotLease(id)
+		if l == nil || l.c != c || l.group == nil {
+			return corrupt("the log of a group with a lease that it never had")
 		}
 		c.log = append(c.log, l)
 	}
@@ -596,7 +668,7 @@ func (q *Queue) loadRequest(r *requestState) error {
 	}
 	key := requestKey{r.Kind[0], r.Name, r.Incarnation, r.Member, r.ID}
 	for _, id := range r.Leases {
-		if l := q.leaseByID(id); l != nil {
+		if l := q.snapshotLease(id); l != nil {
 			l.requested = true
 			q.requests.addLease(key, l, r.At)
 		}
