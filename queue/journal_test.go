@@ -513,3 +513,25 @@ func TestStopLetsGoOfEverything(t *testing.T) {
 		}
 	})
 }
+
+// The clock of a machine may be set back while the queue is down: its records are then of the future, but its time must not stand still until that has come.
+func TestTimeGoesOnAfterAClockThatWasSetBack(t *testing.T) {
+	j, clock := &memJournal{}, queuetest.NewClock()
+	f := newFixture(t, nil, &Options{Journal: j, Clock: clock})
+	f.put(2)
+	clock.Advance(time.Hour)
+	f.settle(alice, sluice.Ack, f.acquire(alice, 1)...)
+	f.q.settleJournal()
+	f.q.Stop(bg)
+
+	clock = queuetest.NewClock() // an hour earlier
+	f.q = newQueue(t, f.cfg, f.store, &Options{Journal: j, Clock: clock})
+	ls := f.acquire(alice, 1)
+	if want := clock.Now().Add(f.q.cfg.VisibilityTimeout); !ls[0].Deadline.Equal(want) || ls[0].TimeLeft != f.q.cfg.VisibilityTimeout {
+		t.Errorf("the lease lasts until %v (%v), want %v", ls[0].Deadline, ls[0].TimeLeft, want)
+	}
+	clock.Advance(f.q.cfg.VisibilityTimeout)
+	if f.q.OutstandingCount() != 0 {
+		t.Error("the lease has not run out in its time")
+	}
+}

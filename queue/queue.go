@@ -58,7 +58,7 @@ type Queue struct {
 	owner   string
 	unhook  func() // from the store's OnFreed
 	began   time.Time
-	base    int64 // nanoseconds since 1970 at began
+	base    int64 // q.now at began: nanoseconds since 1970
 	system  bool  // clock is the system's
 
 	events struct {
@@ -233,6 +233,7 @@ func Open(ctx context.Context, cfg sluice.RunConfig, store sluice.ClaimStore, op
 			return nil, err
 		}
 		q.since = replayed
+		q.base = q.now // later than the clock says, if that was set back: the time of the queue goes on from its last record
 	}
 	q.unhook = store.OnFreed(q.gate.Poke)
 	if err := q.recover(ctx, replayed > 0); err != nil {
