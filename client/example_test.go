@@ -109,7 +109,7 @@ func Example() {
 				fmt.Println(err)
 				return
 			}
-			fmt.Println(lease.Ref.SampleID(), tensors.Features[0].Data)
+			fmt.Printf("%s %v\n", lease.Ref.SampleID(), tensors.Features[0].Data)
 			if _, err := queue.Settle(ctx, sluice.SettleRequest{Consumer: me, Settlements: []sluice.Settlement{{Lease: lease.ID, Verdict: sluice.Ack}}}); err != nil {
 				fmt.Println(err)
 			}

@@ -61,8 +61,9 @@ func startService(ctx context.Context, dir *folder, maxBytes int64) (*daemon, er
 	if err != nil {
 		return nil, err
 	}
-	defer log.Close() //nolint:errcheck // the child has its own descriptor of it
-	d.cmd = exec.Command(self, "serve", "--state", d.state, "--store", dir.store(), "--max-bytes", fmt.Sprint(maxBytes), "--no-tcp")
+	defer log.Close()                                             //nolint:errcheck // the child has its own descriptor of it
+	d.cmd = exec.CommandContext(context.WithoutCancel(ctx), self, // an interrupt does not end it: stop does
+		"serve", "--state", d.state, "--store", dir.store(), "--max-bytes", fmt.Sprint(maxBytes), "--no-tcp")
 	d.cmd.Args[0] = os.Args[0]
 	d.cmd.Stdout, d.cmd.Stderr = log, log
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt from the terminal is for the demo, which ends its children
@@ -105,7 +106,6 @@ func (d *daemon) stop() error {
 		return err
 	case <-time.After(patience):
 		_ = d.cmd.Process.Kill()
-		<-d.ended
-		return &sluice.Error{Kind: sluice.Unavailable, Op: "demo: service", Detail: fmt.Sprintf("did not end within %v of being told to", patience)}
+		return errors.Join(<-d.ended, &sluice.Error{Kind: sluice.Unavailable, Op: "demo: service", Detail: fmt.Sprintf("did not end within %v of being told to", patience)})
 	}
 }

@@ -102,7 +102,7 @@ func (r *rack) start(name string, args ...string) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	cmd := exec.Command(r.exe, args...)
+	cmd := exec.CommandContext(context.Background(), r.exe, args...) // whoever ends it says how
 	cmd.Args[0] = os.Args[0]
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), wire.EnvState+"="+r.state(), wire.EnvURL+"=", wire.EnvTokenFile+"=")
