@@ -3,6 +3,7 @@ package queue
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -180,6 +181,36 @@ func TestAPutBetweenTheStoreCallsOfAnAckDoesNotDisturbThem(t *testing.T) {
 			t.Errorf("%d claims were given up, and then came %s", unclaims, got)
 		}
 	})
+}
+
+// The sieve may be wrong about what it never heard of, but seldom, however long it has been in use.
+func TestTheSieveStaysSparse(t *testing.T) {
+	const limit = 1 << 12
+	var s goneSieve
+	s.init(limit)
+	keys := rand.New(rand.NewPCG(1, 2))
+	for range 20 {
+		s.turn()
+		var recent [limit / 2]uint64
+		for i := range recent {
+			recent[i] = keys.Uint64()
+			s.add(recent[i])
+		}
+		for _, k := range recent {
+			if !s.knows(k) {
+				t.Fatal("does not know what was added last")
+			}
+		}
+	}
+	wrong := 0
+	for range 10_000 {
+		if s.knows(keys.Uint64()) {
+			wrong++
+		}
+	}
+	if wrong > 500 {
+		t.Errorf("takes %d of 10,000 keys that it never heard of for known", wrong)
+	}
 }
 
 func TestPutsOfOneKeyAreToldApart(t *testing.T) {

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/queue/queuetest"
@@ -189,4 +191,54 @@ func TestBatchesThatOverlap(t *testing.T) {
 	if st, _ := f.q.Status(context.Background()); st.Pending != 40 || st.Put != 40 {
 		t.Errorf("%+v", st)
 	}
+}
+
+// What a put is told of the past rests on records that a crash may still take.
+func TestPutAllWaitsForWhatItsAnswersRestOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := &memJournal{hold: make(chan struct{}, 100)}
+		for range 4 { // the header, the first put, its lease, and the lease that is lazy
+			j.hold <- struct{}{}
+		}
+		f := newFixture(t, nil, &Options{Journal: j})
+		f.put(1)
+		ls := f.acquire(alice, 1)
+		f.q.settleJournal()
+		for len(j.hold) > 0 {
+			<-j.hold
+		}
+		acked := make(chan struct{})
+		go func() { f.settle(alice, sluice.Ack, ls...); close(acked) }()
+		synctest.Wait()
+		again := make(chan PutResult, 1)
+		go func() { again <- f.q.PutAll(bg, []sluice.PutRequest{{Ref: ls[0].Ref}})[0] }()
+		synctest.Wait()
+		if len(again) > 0 {
+			t.Error("answered before the ack was durable")
+		}
+		close(j.hold)
+		if r := <-again; r.Err != nil || r.Status != sluice.WasSettled {
+			t.Errorf("%+v", r)
+		}
+		<-acked
+		f.q.Stop(bg)
+	})
+}
+
+func TestPutAllEndsAWedge(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, func(c *sluice.RunConfig) { c.Caps, c.VisibilityTimeout = sluice.Caps{MaxBytes: 1000}, time.Hour }, nil)
+		puts := f.puts(1)
+		f.put(8)
+		f.acquire(alice, 8)
+		p, c := f.reserve(sluice.Producer{}, 400), f.wait(alice)
+		if !errors.Is(<-p, sluice.ErrWedged) || !errors.Is(<-c, sluice.ErrWedged) {
+			t.Fatal("not wedged")
+		}
+		f.q.PutAll(bg, puts)
+		if s, _ := f.q.Status(bg); s.Wedged != "" || s.Pending != 1 {
+			t.Errorf("after a put, %d pending: %s", s.Pending, s.Wedged)
+		}
+		f.q.Stop(bg)
+	})
 }

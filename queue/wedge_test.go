@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/queue/queuetest"
 )
 
 func TestNoWedgeWhileAnotherRankHasSamplesToFetch(t *testing.T) {
@@ -152,5 +153,35 @@ func TestAWedgeBehindTheLastPut(t *testing.T) {
 			t.Errorf("it does not go on: %+v", s)
 		}
 		f.q.Stop(bg)
+	})
+}
+
+// muteStore does not say when room becomes free, as a process that died in the middle of a release does not.
+type muteStore struct{ *queuetest.Store }
+
+func (muteStore) OnFreed(func()) func() { return func() {} }
+
+func TestRoomThatNobodyTellsOfIsNoWedge(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, func(c *sluice.RunConfig) { c.Caps = sluice.Caps{MaxBytes: 1000} }, nil)
+		f.q.Stop(bg)
+		var err error
+		if f.q, err = Open(bg, f.cfg, muteStore{f.store}, nil); err != nil {
+			t.Fatal(err)
+		}
+		kept := f.sample("kept", 900)
+		p, c := f.reserve(sluice.Producer{}, 400), f.wait(alice)
+		synctest.Wait()
+		if len(p)+len(c) > 0 {
+			t.Fatal("there was room before any was made")
+		}
+		if err := f.store.Abort(bg, kept); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-p; err != nil {
+			t.Errorf("the producer was told %v", err)
+		}
+		f.q.Stop(bg)
+		<-c
 	})
 }
