@@ -11,11 +11,13 @@ import (
 	"mime"
 	"net/http"
 	"path"
+	"reflect"
 	"runtime/debug"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"unicode/utf8"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
@@ -177,12 +179,14 @@ func (a *api) serve(op *operation, f func(context.Context, *call) error) http.Ha
 					return err
 				}
 			}
-			sess, err := s.sessions.begin(r.Header.Get(wire.SessionHeader), s.now())
-			if err != nil {
-				return err
-			}
-			if c.session = sess; sess != nil {
-				defer func() { sess.finish(s.now()) }()
+			if !op.open { // who is not known has no session
+				sess, err := s.sessions.begin(r.Header.Get(wire.SessionHeader), s.now())
+				if err != nil {
+					return err
+				}
+				if c.session = sess; sess != nil {
+					defer func() { sess.finish(s.now()) }()
+				}
 			}
 			if perRun && !op.early {
 				run, err := s.find(r.PathValue("run"))
@@ -260,7 +264,7 @@ func (c *call) decode(v any) error {
 	return decodeJSON(b.Bytes(), v)
 }
 
-// decodeJSON is strict: unknown fields are refused, and so is anything but one value. No body is the empty object, for calls all of whose fields are optional.
+// decodeJSON is strict: unknown and repeated fields are refused, and so is anything but one value. No body is the empty object, for calls all of whose fields are optional.
 func decodeJSON(data []byte, v any) error {
 	bad := func(err error) error {
 		var e *sluice.Error
@@ -276,6 +280,9 @@ func decodeJSON(data []byte, v any) error {
 	if trimmed[0] != '{' {
 		return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: "wants a JSON object"}
 	}
+	if !utf8.Valid(data) {
+		return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: "is not valid UTF-8"}
+	}
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	if err := d.Decode(v); err != nil {
@@ -287,7 +294,12 @@ func decodeJSON(data []byte, v any) error {
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: "has something behind its JSON object"}
 	}
-	return nil
+	return exact(data, reflect.TypeOf(v))
+}
+
+// tooMany refuses what would make the service keep ever more for its callers.
+func tooMany(what string, limit int) error {
+	return httpProblem(http.StatusTooManyRequests, wire.CodeBusy, "Busy", "there are %d %s already, which is the most that are kept", limit, what)
 }
 
 func tooLarge(limit int64) error {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/service/access"
 )
 
 // cycleCalls are the calls of the hot path: from a reservation to the settlement.
@@ -117,6 +118,9 @@ func (s *Service) waiting(ctx context.Context, d time.Duration) (context.Context
 }
 
 func (s *Service) reserve(ctx context.Context, c *call, in *wire.Reserve) (*wire.Reservations, error) {
+	if err := c.run.roomToReserve(len(in.Bytes)); err != nil {
+		return nil, err
+	}
 	if in.Ungated {
 		return s.reserveUngated(ctx, c, in)
 	}
@@ -243,8 +247,18 @@ func (s *Service) commit(ctx context.Context, c *call, in *wire.Commit) (*wire.C
 	return out, nil
 }
 
+var busy = httpProblem(http.StatusTooManyRequests, wire.CodeBusy, "Busy", "as many calls wait as the service lets wait; try again")
+
 // commitBelow waits at the gate before it enqueues.
 func (s *Service) commitBelow(ctx context.Context, c *call, put sluice.PutRequest, wait time.Duration) (*wire.Commits, error) {
+	if wait > 0 {
+		var end func()
+		var ok bool
+		if ctx, end, ok = access.Wait(ctx); !ok {
+			return nil, busy
+		}
+		defer end()
+	}
 	wctx, stop := s.waiting(ctx, wait)
 	status, err := c.run.q.PutBlocksUntilBelow(wctx, put, nil)
 	stop()

@@ -44,11 +44,14 @@ func (s *Service) storeCalls(a *api) {
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/pins", id: "pin", tag: "consumers", summary: "Pin a sample: its bytes stay until it is released", roles: both, hot: true}, s.pin)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/release", id: "release", tag: "consumers", summary: "Give up pins", roles: both, hot: true},
 		func(ctx context.Context, c *call, in *wire.Release) (*nothing, error) {
-			for _, h := range in.Handles {
-				id, err := handleID(h)
-				if err != nil {
-					return nil, err
+			ids := make([]sluice.HandleID, len(in.Handles))
+			for i, h := range in.Handles {
+				var err error
+				if ids[i], err = handleID(h); err != nil {
+					return nil, err // before any of them is given up
 				}
+			}
+			for _, id := range ids {
 				p := c.run.findPin(id)
 				if p == nil {
 					continue
@@ -68,11 +71,19 @@ func (s *Service) storeCalls(a *api) {
 		})
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/abort", id: "abort", tag: "producers", summary: "Free a sample that was never committed", roles: producers, text: "`conflict` if it was. An upload of it that is under way is waited for: whoever broke it off leaves nothing behind by this call."},
 		func(ctx context.Context, c *call, in *wire.Abort) (*nothing, error) {
-			err := c.run.arrived(ctx, in.Ref.SampleID())
+			err := c.run.arrived(waitedAlready, in.Ref.SampleID())
+			if errors.Is(err, errWaited) {
+				until, end, ok := access.Wait(ctx)
+				if !ok {
+					return nil, busy
+				}
+				defer end()
+				err = c.run.arrived(until, in.Ref.SampleID())
+			}
 			if err == nil {
 				err = c.run.store.Abort(ctx, in.Ref)
 			}
-			if err == nil {
+			if err == nil && in.Ref.StoreURI() == c.run.store.URI() { // a ref of another store is none of ours, and frees nothing
 				c.run.committed(in.Ref)
 			}
 			return nil, err
@@ -234,6 +245,9 @@ func (s *Service) pin(ctx context.Context, c *call, in *wire.Pin) (*wire.Pinned,
 	}
 	p := c.run.findPin(id)
 	if p == nil {
+		if err := c.run.roomToPin(); err != nil {
+			return nil, err
+		}
 		loan, err := c.run.store.Lend(ctx, in.Ref, in.Map)
 		if err != nil {
 			return nil, err

@@ -84,6 +84,32 @@ func (h *holdings) init() {
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
 }
 
+// What the callers of a run may hold at once. A reservation of no bytes takes no room under the caps, and a pin takes a file descriptor: neither may be had without end.
+const (
+	maxReservations = 1 << 16
+	maxPins         = 1 << 14
+)
+
+// roomToReserve refuses reservations beyond what is kept.
+func (h *holdings) roomToReserve(n int) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.reservations)+n > maxReservations {
+		return tooMany("reservations of the run", len(h.reservations))
+	}
+	return nil
+}
+
+// roomToPin refuses a pin beyond what is kept.
+func (h *holdings) roomToPin() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.pins) >= maxPins {
+		return tooMany("pins of the run", len(h.pins))
+	}
+	return nil
+}
+
 // due notes that something ends at t. The caller holds mu.
 func (h *holdings) due(t time.Time) {
 	if h.next.IsZero() || t.Before(h.next) {
@@ -91,7 +117,7 @@ func (h *holdings) due(t time.Time) {
 	}
 }
 
-// reserved notes a reservation, with the request that got it past the gate, or "".
+// consumedBy notes in which session a consumer acquires.
 func (h *holdings) consumedBy(k consumerKey, s *session) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -109,6 +135,7 @@ func (h *holdings) consumerGone(k consumerKey, s *session) bool {
 	return true
 }
 
+// reserved notes a reservation, with the request that got it past the gate, or "".
 func (h *holdings) reserved(r sluice.Reservation, s *session, expires time.Time, request string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -2,10 +2,13 @@ package service
 
 import (
 	"bytes"
+	"encoding/json"
 	"net/http"
+	"reflect"
 	"strings"
 	"testing"
 
+	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
 
@@ -18,6 +21,7 @@ func TestEveryRefusalIsAProblem(t *testing.T) {
 	acquire := "/v1/runs/r1/acquire"
 	js := map[string]string{"Content-Type": "application/json"}
 	huge := bytes.Repeat([]byte(" "), wire.MaxBody+1)
+	pinned := do[wire.Pinned](b, "POST", "/v1/runs/r1/pins", wire.Pin{Ref: ref}).Handle
 	before := b.status("r1")
 	for _, c := range []struct {
 		name, method, path string
@@ -46,6 +50,14 @@ func TestEveryRefusalIsAProblem(t *testing.T) {
 		{"null", "POST", acquire, js, `null`, 400, "invalid"},
 		{"two objects", "POST", acquire, js, `{"consumer":{"name":"c"}}{}`, 400, "invalid"},
 		{"an unknown field", "POST", acquire, js, `{"consumer":{"name":"c","colour":1}}`, 400, "invalid"},
+		{"a field in capitals", "POST", acquire, js, `{"Consumer":{"name":"c"}}`, 400, "invalid"},
+		{"an inner field in capitals", "POST", acquire, js, `{"consumer":{"NAME":"c"}}`, 400, "invalid"},
+		{"a field twice", "POST", acquire, js, `{"consumer":{"name":"c"},"max":1,"consumer":{"name":"d"}}`, 400, "invalid"},
+		{"a field twice, once with an escape", "POST", acquire, js, `{"consumer":{"name":"c","n\u0061me":"d"}}`, 400, "invalid"},
+		{"a field of a list's item twice", "POST", "/v1/runs/r1/commit", js, `{"items":[{"stage":{"file":"a","sample_id":"s","sample_id":"t"}}]}`, 400, "invalid"},
+		{"an attribute twice", "PUT", "/v1/runs/r1/samples/s-9", map[string]string{wire.SampleHeader: `{"algorithm":"mine","num_tokens":1,"attributes":{"a":"1","a":"2"}}`}, string(file(t, 1)), 400, "invalid"},
+		{"invalid UTF-8", "POST", acquire, js, "{\"consumer\":{\"name\":\"c\"},\"request_id\":\"\xff\"}", 400, "invalid"},
+		{"handles of which one is none", "POST", "/v1/runs/r1/release", js, `{"handles":["` + pinned + `","x"]}`, 400, "invalid"},
 		{"a wrong type", "POST", acquire, js, `{"consumer":{"name":7}}`, 400, "invalid"},
 		{"a number out of range", "POST", acquire, js, `{"consumer":{"name":"c"},"max":1025}`, 400, "invalid"},
 		{"a huge number", "POST", acquire, js, `{"consumer":{"name":"c"},"wait_seconds":1e400}`, 400, "invalid"},
@@ -99,6 +111,88 @@ func TestEveryRefusalIsAProblem(t *testing.T) {
 	if before.Health != after.Health || before.Pending != after.Pending || before.Put != after.Put || before.Delivered != after.Delivered {
 		t.Errorf("the refusals have changed %+v into %+v", before, after)
 	}
+	if id, err := handleID(pinned); err != nil || b.s.runs["r1"].findPin(id) == nil {
+		t.Errorf("a call that was refused has given up a pin: %v", err)
+	}
+}
+
+func TestExactNames(t *testing.T) {
+	t.Parallel()
+	for _, good := range []string{
+		` { "items" : [ { "ref" : null , "positions" : [ ] } , {} ] , "below" : false } `,
+		`{"items":[{"stage":{"file":"\"}{,","sample_id":"s","fields":{"attributes":{"A":"1","a":"2"},"num_tokens":-1.5e3,"features":["x","x"]}}}],"wait_seconds":0.5}`,
+		`{"producer":{"name":"p"},"items":[]}`,
+	} {
+		if err := exact([]byte(good), reflect.TypeFor[*wire.Commit]()); err != nil {
+			t.Errorf("%s: %v", good, err)
+		}
+	}
+}
+
+// FuzzDecode: whatever is taken, is taken again with the same meaning after it was written anew; and no body makes the reading panic.
+func FuzzDecode(f *testing.F) {
+	for _, seed := range []string{`{}`, `{"items":[{"stage":{"file":"a","sample_id":"b","fields":{"attributes":{"x":"y"}}}}],"below":true}`, `{"items":[{"positions":[{"source":"s","epoch":1,"index":2}]}]}`, `{"items":[],"items":[]}`, `{"ITEMS":[]}`, "{\"items\":\t[ ]\n}"} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		var first, second wire.Commit
+		if decodeJSON(data, &first) != nil {
+			return
+		}
+		again, err := json.Marshal(&first)
+		if err != nil {
+			return // an empty ref has no form
+		}
+		if err := decodeJSON(again, &second); err != nil {
+			t.Fatalf("%s was taken, and %s is not: %v", data, again, err)
+		}
+		if !reflect.DeepEqual(first, second) {
+			t.Fatalf("%+v became %+v", first, second)
+		}
+	})
+}
+
+// What a caller may have in any number must not fill the memory of the service.
+func TestNobodyKeepsEverMore(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	ref := b.put("r1", "s-1")
+	for range 3 { // whoever asks a probe is not known, and has no session
+		do[struct{}](b, "GET", "/healthz", nil, newID())
+	}
+	if n := b.s.sessions.count(); n != 0 {
+		t.Errorf("%d sessions by probes", n)
+	}
+	for range maxSessions {
+		if _, err := b.s.sessions.begin(newID(), b.s.now()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.wants("busy", "GET", "/v1/runs/r1/health", nil, newID())
+	do[struct{}](b, "GET", "/v1/runs/r1/health", nil)
+
+	reserve := wire.Reserve{Bytes: make([]int64, wire.MaxBatch)}
+	for range maxReservations / wire.MaxBatch {
+		reserve.Ungated = !reserve.Ungated
+		do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", reserve)
+	}
+	before := b.status("r1").Health
+	b.wants("busy", "POST", "/v1/runs/r1/reserve", reserve)
+	if after := b.status("r1").Health; after != before {
+		t.Errorf("%+v became %+v", before, after)
+	}
+
+	h := &b.s.runs["r1"].holdings
+	h.mu.Lock()
+	for range maxPins {
+		h.pins[sluice.NewHandleID()] = nil
+	}
+	h.mu.Unlock()
+	b.wants("busy", "POST", "/v1/runs/r1/pins", wire.Pin{Ref: ref})
+	h.mu.Lock()
+	clear(h.pins)
+	h.mu.Unlock()
 }
 
 func TestAnswersCarryTheIDOfTheirCall(t *testing.T) {

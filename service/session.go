@@ -31,6 +31,9 @@ type consumerKey struct {
 	member int
 }
 
+// maxSessions bounds the sessions: a caller that has another one for each call must not fill the memory.
+const maxSessions = 1 << 14
+
 type sessions struct {
 	mu   sync.Mutex
 	byID map[string]*session
@@ -48,6 +51,9 @@ func (t *sessions) begin(id string, now time.Time) (*session, error) {
 	defer t.mu.Unlock()
 	s := t.byID[id]
 	if s == nil {
+		if len(t.byID) >= maxSessions {
+			return nil, tooMany("sessions", maxSessions)
+		}
 		s = &session{id: id, last: now, done: make(chan struct{}), consumers: map[consumerKey]sluice.Consumer{}, runs: map[*run]struct{}{}}
 		t.byID[id] = s
 	}

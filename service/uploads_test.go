@@ -86,6 +86,21 @@ func TestAnUploadIsRepeatable(t *testing.T) {
 }
 
 // A sender that stops in the middle, or whose bytes are not what it says, leaves nothing.
+// An abort that names another store frees nothing, so the sample's time must go on.
+func TestAnAbortOfAnotherStoreForgetsNothing(t *testing.T) {
+	t.Parallel()
+	b, clock := clocked(t, Options{})
+	b.create("r1")
+	ref := b.upload("r1", "s-1", "")
+	elsewhere := strings.Replace(ref.Canonical(), ref.StoreURI(), "file:///elsewhere", 1)
+	do[struct{}](b, "POST", "/v1/runs/r1/abort", `{"ref":`+elsewhere+`}`)
+	if h := b.status("r1").Health; h.ResidentSamples != 1 {
+		t.Fatalf("it is gone: %+v", h)
+	}
+	clock.Advance(11 * time.Minute)
+	b.poll("the end of the sample's time", func() bool { return b.status("r1").Health.ResidentSamples == 0 })
+}
+
 func TestHalfAnUploadIsNeverSeen(t *testing.T) {
 	t.Parallel()
 	b := newBed(t, Options{})

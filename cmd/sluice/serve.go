@@ -87,7 +87,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.BoolVar(&door.InsecurePlaintext, "insecure-allow-plaintext-tcp", false, "let other hosts call without TLS: whoever is on the network reads tokens and samples, and can take both")
 	f.StringSliceVar(&door.AllowHosts, "allow-host", nil, "`name` under which the service is called, beside localhost and its addresses (may be repeated)")
 	f.IntVar(&door.Limits.Connections, "max-connections", 4096, "connections at once, on the socket and on TCP each")
-	f.IntVar(&door.Limits.Calls, "max-calls", 512, "calls at once; those that may wait, and open streams, have four times as many beside")
+	f.IntVar(&door.Limits.Calls, "max-calls", 512, "calls at once; uploads and downloads have as many beside, those that may wait and open streams four times as many each")
 	f.DurationVar(&door.Limits.StopTime, "stop-time", 10*time.Second, "how long calls under way may take to end when the service stops")
 	f.DurationVar(&options.ReservationTime, "reservation-time", 10*time.Minute, "how long a reservation lives without being used, and an uploaded sample without being committed, if their client process does not end before")
 	f.StringVar(&logFormat, "log-format", "text", "text or json")
@@ -105,7 +105,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 				return &sluice.Error{Kind: sluice.Invalid, Op: "serve", Subject: "--" + name, Detail: "is " + v + ", want more than 0"}
 			}
 		}
-		door.Limits.Waiting, door.Limits.Held = 4*door.Limits.Calls, 4*door.Limits.Calls
+		door.Limits.Moving, door.Limits.Waiting, door.Limits.Held = door.Limits.Calls, 4*door.Limits.Calls, 4*door.Limits.Calls
 		return nil
 	}
 	return c

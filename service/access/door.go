@@ -44,11 +44,12 @@ type Options struct {
 type Limits struct {
 	Connections int // at once, on the socket and on TCP each; 4096
 	Calls       int // at once, those below not counted; 512
+	Moving      int // uploads and downloads at once; 512
 	Waiting     int // acquire and reserve at once, which may wait; 2048
 	Held        int // sessions and event streams at once; 2048
 
 	HeaderBytes int           // of a request; 64 KiB
-	HeaderTime  time.Duration // until a request's header is complete; 10 s
+	HeaderTime  time.Duration // until a request's header is complete, and that of its body which nobody wants; 10 s
 	IdleTime    time.Duration // between two requests on a connection; 2 min
 	StallTime   time.Duration // without a byte of a body, in or out; 30 s
 	StopTime    time.Duration // for calls under way to end when the service stops; 10 s
@@ -60,6 +61,7 @@ const minBodyRate = 4 << 10
 func (l *Limits) fill() {
 	set(&l.Connections, 4096)
 	set(&l.Calls, 512)
+	set(&l.Moving, 512)
 	set(&l.Waiting, 2048)
 	set(&l.Held, 2048)
 	set(&l.HeaderBytes, 64<<10)
@@ -85,7 +87,8 @@ type Door struct {
 	logins   logins
 	failures failures
 	origins  *http.CrossOriginProtection
-	calls    chan struct{} // a value for each under way; so with the two below
+	calls    chan struct{} // a value for each under way; so with the three below
+	moving   chan struct{}
 	waiting  chan struct{}
 	held     chan struct{}
 
@@ -112,7 +115,7 @@ func Open(o Options) (_ *Door, err error) {
 	}
 	d := &Door{
 		o: o, self: os.Geteuid(), origins: http.NewCrossOriginProtection(),
-		calls: make(chan struct{}, o.Limits.Calls), waiting: make(chan struct{}, o.Limits.Waiting), held: make(chan struct{}, o.Limits.Held),
+		calls: make(chan struct{}, o.Limits.Calls), moving: make(chan struct{}, o.Limits.Moving), waiting: make(chan struct{}, o.Limits.Waiting), held: make(chan struct{}, o.Limits.Held),
 	}
 	d.keys, err = openKeyring(o.StateDir, func(err error) { o.Log.Error("tokens can't be read: nobody is let in over TCP", "error", err) })
 	if err != nil {
@@ -248,6 +251,8 @@ func (d *Door) Serve(ctx context.Context, h http.Handler) (err error) {
 	server := &http.Server{
 		Handler:        g,
 		MaxHeaderBytes: d.o.Limits.HeaderBytes, ReadHeaderTimeout: d.o.Limits.HeaderTime, IdleTimeout: d.o.Limits.IdleTime,
+		// A body that a handler reads has deadlines of its own. net/http reads what is left of one before it answers or lets go of the connection, and would wait for that for ever.
+		ReadTimeout: d.o.Limits.HeaderTime,
 		ConnContext: d.connContext,
 		ConnState: func(c net.Conn, s http.ConnState) {
 			if s == http.StateClosed || s == http.StateHijacked {

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"net/netip"
 	"strings"
+	"time"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
@@ -62,7 +63,7 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	switch r.URL.Path {
 	case "/healthz", "/readyz": // they say nothing but yes or no
-		g.pass(w, r, d.calls)
+		g.pass(w, r, &place{room: d.calls})
 		return
 	case "/login":
 		g.login(w, r, c)
@@ -71,7 +72,7 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		g.logout(w, r)
 		return
 	}
-	caller, problem := d.identify(r, c)
+	caller, known, problem := d.identify(r, c)
 	if problem != nil {
 		if problem.Status == http.StatusUnauthorized && r.URL.Path == "/" && strings.Contains(r.Header.Get("Accept"), "text/html") {
 			http.Redirect(w, r, "/login", http.StatusSeeOther)
@@ -81,51 +82,117 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	ctx := WithCaller(r.Context(), caller)
-	room := d.calls
-	if kind := kindOfCall(r); kind != short {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithCancel(ctx)
-		defer cancel()
-		defer context.AfterFunc(g.stopping, cancel)()
-		room = d.waiting
+	p := &place{room: d.calls, g: g}
+	switch kind := kindOfCall(r); kind {
+	case short:
+	case mayWait:
+		ctx = context.WithValue(ctx, placeKey{}, p)
+	case moves:
+		p.room = d.moving
+	case waits, holds:
+		var end func()
+		ctx, end = g.untilStop(ctx)
+		defer end()
+		p.room = d.waiting
 		if kind == holds {
-			room = d.held
+			p.room = d.held
+			if known != nil {
+				var cancel context.CancelFunc
+				ctx, cancel = context.WithCancel(ctx)
+				defer cancel()
+				go whileKnown(ctx, cancel, known)
+			}
 		}
 	}
-	g.pass(w, r.WithContext(ctx), room)
+	g.pass(w, r.WithContext(ctx), p)
 }
 
-// identify finds out who calls. A token that is given counts, also on the socket; then comes the peer's uid, or the cookie of the dashboard.
-func (d *Door) identify(r *http.Request, c *conn) (Caller, *wire.Problem) {
+// untilStop is ctx until the service stops.
+func (g *guard) untilStop(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(g.stopping, cancel)
+	return ctx, func() { stop(); cancel() }
+}
+
+// whileKnown ends a call that is open for long when its caller is not let in any more.
+func whileKnown(ctx context.Context, cancel context.CancelFunc, known func() bool) {
+	tick := time.NewTicker(recheck)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if !known() {
+				cancel()
+				return
+			}
+		}
+	}
+}
+
+// place is the room that a call takes.
+type place struct {
+	room chan struct{}
+	g    *guard
+}
+
+type placeKey struct{}
+
+// Wait is for a call that turns out to wait: from then on it counts among those that do, and not among the short ones, which it must not keep out. The context that it returns ends when the
+// service stops; call end when the wait is over. It is false if there is no room to wait.
+func Wait(ctx context.Context) (_ context.Context, end func(), ok bool) {
+	p, _ := ctx.Value(placeKey{}).(*place)
+	if p == nil {
+		return ctx, func() {}, true // it counts as one that waits already, or came through no door
+	}
+	select {
+	case p.g.d.waiting <- struct{}{}:
+	default:
+		return ctx, func() {}, false
+	}
+	<-p.room
+	p.room = p.g.d.waiting
+	ctx, end = p.g.untilStop(ctx)
+	return ctx, end, true
+}
+
+// identify finds out who calls, and how to ask whether that still holds; nil if it always does. A token that is given counts, also on the socket; then comes the peer's uid, or the cookie of the
+// dashboard.
+func (d *Door) identify(r *http.Request, c *conn) (_ Caller, known func() bool, _ *wire.Problem) {
+	same := func(was, is Caller, err error) bool { // a file that can't be read now ends nothing that is open
+		return errors.Is(err, sluice.ErrUnavailable) || err == nil && is == was
+	}
 	token, given := bearer(r.Header.Values("Authorization"))
 	switch {
 	case given:
-		caller, _, err := d.keys.caller(token)
+		caller, key, err := d.keys.caller(token)
 		if err != nil {
-			return Caller{}, d.unauthorized(r, c, err)
+			return Caller{}, nil, d.unauthorized(r, c, err)
 		}
+		was := caller
 		caller.UID = c.uid
-		return caller, nil
+		return caller, func() bool { is, err := d.keys.owner(key); return same(was, is, err) }, nil
 	case c.unix && c.uid >= 0 && (c.uid == d.self || c.uid == 0):
-		return Caller{Name: uidName(c.uid), Role: Operator, UID: c.uid}, nil
+		return Caller{Name: uidName(c.uid), Role: Operator, UID: c.uid}, nil, nil
 	case c.unix:
-		return Caller{}, &wire.Problem{Status: http.StatusForbidden, Code: string(sluice.Denied), Title: "Denied", Detail: "the socket is for the user that runs the service"}
+		return Caller{}, nil, &wire.Problem{Status: http.StatusForbidden, Code: string(sluice.Denied), Title: "Denied", Detail: "the socket is for the user that runs the service"}
 	}
 	cookie, err := r.Cookie(d.cookieName())
 	if err != nil {
-		return Caller{}, noToken("the call has no token")
+		return Caller{}, nil, noToken("the call has no token")
 	}
 	caller, err := d.logins.caller(cookie.Value, d.keys)
 	switch {
 	case errors.Is(err, sluice.ErrUnavailable):
-		return Caller{}, wire.ProblemOf(err)
+		return Caller{}, nil, wire.ProblemOf(err)
 	case err != nil: // no failed try: a page that is left open over a restart of the service goes on asking
-		return Caller{}, noToken("the login has ended")
+		return Caller{}, nil, noToken("the login has ended")
 	}
 	if !safe(r.Method) && !fromOwnPage(r) {
-		return Caller{}, &wire.Problem{Status: http.StatusForbidden, Code: string(sluice.Denied), Title: "Denied", Detail: "the call does not show that it comes from the dashboard's own page", Hint: "programs call with a token"}
+		return Caller{}, nil, &wire.Problem{Status: http.StatusForbidden, Code: string(sluice.Denied), Title: "Denied", Detail: "the call does not show that it comes from the dashboard's own page", Hint: "programs call with a token"}
 	}
-	return caller, nil
+	return caller, func() bool { is, err := d.logins.caller(cookie.Value, d.keys); return same(caller, is, err) }, nil
 }
 
 func safe(method string) bool { return method == http.MethodGet || method == http.MethodHead }
@@ -187,27 +254,33 @@ func origin(r *http.Request, c *conn) string {
 type callKind int
 
 const (
-	short callKind = iota
-	waits          // may wait for something to happen
-	holds          // is open as long as its client lives
+	short   callKind = iota
+	mayWait          // short, or one that says of itself that it waits
+	moves            // brings or takes a sample's bytes: as long as its client's network is slow
+	waits            // may wait for something to happen
+	holds            // is open as long as its client lives
 )
 
 func kindOfCall(r *http.Request) callKind {
 	p := r.URL.Path
 	switch {
+	case strings.Contains(p, "/samples/"):
+		return moves
+	case strings.HasSuffix(p, "/commit"), strings.HasSuffix(p, "/abort"):
+		return mayWait
 	case strings.HasSuffix(p, "/acquire"), strings.HasSuffix(p, "/reserve"):
 		return waits
-	case strings.HasSuffix(p, "/events"), strings.HasPrefix(p, "/v1/sessions/") && r.Method == http.MethodGet:
+	case strings.HasSuffix(p, "/events"), strings.HasPrefix(p, "/v1/sessions/") && safe(r.Method):
 		return holds
 	}
 	return short
 }
 
 // pass hands the call on if there is room.
-func (g *guard) pass(w http.ResponseWriter, r *http.Request, room chan struct{}) {
+func (g *guard) pass(w http.ResponseWriter, r *http.Request, p *place) {
 	select {
-	case room <- struct{}{}:
-		defer func() { <-room }()
+	case p.room <- struct{}{}:
+		defer func() { <-p.room }()
 	default:
 		w.Header().Set("Retry-After", "1")
 		g.refuse(w, r, &wire.Problem{Status: http.StatusTooManyRequests, Code: wire.CodeBusy, Title: "Busy", Detail: "the service has as many calls of this kind under way as it takes", Hint: "try again"})
