@@ -1061,6 +1061,7 @@ func reshape(b *bench) {
 	b.settled(rank(1), sluice.Return, ls[1])
 	b.ok(b.q.Reshape(b.ctx, 1, 3))
 	ls = b.leased(rank(0), 9, "s1", "s2", "s3")
+	b.ok(b.q.Reshape(b.ctx, 1, 3)) // a repetition, whose first answer was lost
 	if w := ls[0].Window; w.Number != 1 {
 		b.t.Errorf("window %+v", w)
 	}
