@@ -155,7 +155,14 @@ func (a *api) serve(op *operation, f func(context.Context, *call) error) http.Ha
 			if err != nil {
 				c.problem(err)
 			}
-			s.metrics.Answered(op.path, op.method, c.status, s.opts.Clock.Now().Sub(began), r.ContentLength, declared(w.Header()))
+			received, sent := r.ContentLength, declared(w.Header())
+			if c.status >= 400 {
+				received = 0 // what was announced with a call that was refused need not have come
+			}
+			if r.Method == http.MethodHead {
+				sent = 0
+			}
+			s.metrics.Answered(op.path, op.method, c.status, s.opts.Clock.Now().Sub(began), received, sent)
 			level := slog.LevelInfo
 			if op.hot {
 				level = slog.LevelDebug

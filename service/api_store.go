@@ -120,7 +120,7 @@ func (c *call) sampleID() (string, error) {
 // tied lets f run as long as the run lasts: when that is to be let go, the connection's deadlines end it. They are taken back afterwards.
 func (c *call) tied(f func(rc *http.ResponseController) error) error {
 	rc := http.NewResponseController(c.w)
-	stop := context.AfterFunc(c.run.tie, func() {
+	stop := context.AfterFunc(c.run.tie.Load(), func() {
 		past := time.Unix(1, 0)
 		_ = rc.SetReadDeadline(past) // who can't set it ends by itself
 		_ = rc.SetWriteDeadline(past)
@@ -157,13 +157,17 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 	defer c.run.arrive(id)()
 	body := &body{r: c.r.Body}
 	var ref sluice.Ref
+	tie := c.run.tie.Load()
 	err = c.tied(func(*http.ResponseController) error {
 		ref, err = c.run.store.Receive(ctx, body, c.r.ContentLength, in, room)
 		return err
 	})
 	if err := s.stored(c, res, ref, err); err != nil {
 		switch {
-		case c.run.tie.Err() != nil:
+		case tie.Err() != nil:
+			if why := c.run.why.Load(); why != nil {
+				return why
+			}
 			return errStopping
 		case body.err != nil:
 			return bodyError(body.err) // whatever the store made of it, it is the caller's

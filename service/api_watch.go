@@ -60,11 +60,21 @@ func (s *Service) watchCalls(a *api) {
 		})
 }
 
+// maxScrapes is how many may be under way: each asks all runs for their status.
+const maxScrapes = 4
+
 // metricsCall lets Prometheus look.
 func (s *Service) metricsCall(a *api) {
 	h := s.metrics.Handler()
+	scrapes := make(chan struct{}, maxScrapes)
 	stream(a, operation{method: http.MethodGet, path: "/metrics", id: "metrics", tag: "service", summary: "Figures for Prometheus", hot: true, raw: []string{"text/plain"}}, nil,
 		func(_ context.Context, c *call) error {
+			select {
+			case scrapes <- struct{}{}:
+				defer func() { <-scrapes }()
+			default:
+				return tooMany("scrapes under way", maxScrapes)
+			}
 			c.header()
 			c.status = http.StatusOK
 			h.ServeHTTP(c.w, c.r)

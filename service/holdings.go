@@ -6,6 +6,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/store/dirstore"
 )
@@ -84,11 +86,18 @@ func (h *holdings) init() {
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}
 }
 
-// What the callers of a run may hold at once. A reservation of no bytes takes no room under the caps, and a pin takes a file descriptor: neither may be had without end.
-const (
-	maxReservations = 1 << 16
-	maxPins         = 1 << 14
-)
+// maxReservations is how many the callers of a run may hold at once: those of no bytes take no room under the caps.
+const maxReservations = 1 << 16
+
+// maxPins is how many of those they may hold. Each takes a file descriptor, of which one run must leave some to the others, and to whoever calls.
+var maxPins = sync.OnceValue(func() int {
+	const most = 1 << 14
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
+		return most
+	}
+	return int(min(files.Cur/4, most))
+})
 
 // roomToReserve refuses reservations beyond what is kept.
 func (h *holdings) roomToReserve(n int) error {
@@ -104,7 +113,7 @@ func (h *holdings) roomToReserve(n int) error {
 func (h *holdings) roomToPin() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if len(h.pins) >= maxPins {
+	if len(h.pins) >= maxPins() {
 		return tooMany("pins of the run", len(h.pins))
 	}
 	return nil

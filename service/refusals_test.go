@@ -1,8 +1,12 @@
 package service
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
+	"fmt"
+	"math"
+	"net"
 	"net/http"
 	"reflect"
 	"strings"
@@ -185,7 +189,7 @@ func TestNobodyKeepsEverMore(t *testing.T) {
 
 	h := &b.s.runs["r1"].holdings
 	h.mu.Lock()
-	for range maxPins {
+	for range maxPins() {
 		h.pins[sluice.NewHandleID()] = nil
 	}
 	h.mu.Unlock()
@@ -206,5 +210,42 @@ func TestAnswersCarryTheIDOfTheirCall(t *testing.T) {
 	}
 	if a := b.send("GET", "/nothing", map[string]string{wire.RequestHeader: "mine-2"}, nil); a.problem.Request != "mine-2" {
 		t.Errorf("got %+v", a.problem)
+	}
+}
+
+// What is only announced counts for nothing: one call could spoil a counter for ever.
+func TestTheMetricsCountNoBytesThatDidNotCome(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	ref := b.put("r1", "s-1")
+	bytesOf := func(metric string) (n float64) {
+		a := b.send("GET", "/metrics", nil, nil)
+		for line := range strings.Lines(string(a.body)) {
+			if _, err := fmt.Sscanf(line, metric+" %g", &n); err == nil {
+				return n
+			}
+		}
+		t.Fatalf("no %s in %s", metric, a.body)
+		return 0
+	}
+	received, sent := bytesOf("sluice_http_received_bytes_total"), bytesOf("sluice_http_sent_bytes_total")
+	conn, err := net.Dial("tcp", strings.TrimPrefix(b.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	fmt.Fprintf(conn, "PUT /v1/runs/none/samples/s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n", int64(math.MaxInt64))
+	if line, err := bufio.NewReader(conn).ReadString('\n'); !strings.Contains(line, " 404 ") {
+		t.Fatal(line, err)
+	}
+	for range 10 {
+		b.send("HEAD", sampleURL(ref)+"?generation="+ref.Generation(), nil, nil)
+	}
+	if n := bytesOf("sluice_http_received_bytes_total"); n != received {
+		t.Errorf("received %g, then %g", received, n)
+	}
+	if n := bytesOf("sluice_http_sent_bytes_total"); n > sent+1000 { // a problem and no sample
+		t.Errorf("sent %g, then %g", sent, n)
 	}
 }

@@ -36,7 +36,7 @@ func New(status func(context.Context) wire.ServiceStatus) *Metrics {
 			Name: "sluice_http_request_duration_seconds", Help: "Time from a call's arrival to the end of its answer, in seconds; calls that wait on purpose (reserve, acquire) include the wait.",
 			Buckets: []float64{0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30, 60},
 		}, []string{"route"}),
-		received: prometheus.NewCounter(prometheus.CounterOpts{Name: "sluice_http_received_bytes_total", Help: "Bytes of request bodies, as their lengths were declared: uploads, above all."}),
+		received: prometheus.NewCounter(prometheus.CounterOpts{Name: "sluice_http_received_bytes_total", Help: "Bytes of the bodies of calls that succeeded, as their lengths were declared: uploads, above all."}),
 		sent:     prometheus.NewCounter(prometheus.CounterOpts{Name: "sluice_http_sent_bytes_total", Help: "Bytes of answers, as their lengths were declared: downloads, above all."}),
 	}
 	m.registry.MustRegister(m.requests, m.seconds, m.received, m.sent, &scrape{status}, collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
@@ -45,7 +45,7 @@ func New(status func(context.Context) wire.ServiceStatus) *Metrics {
 
 // Handler answers a scrape.
 func (m *Metrics) Handler() http.Handler {
-	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second})
+	return promhttp.HandlerFor(m.registry, promhttp.HandlerOpts{})
 }
 
 // Answered counts an HTTP call; lengths below zero are unknown. route is the pattern that matched, never the path, so that the number of series stays bounded.
