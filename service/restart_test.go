@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -379,6 +380,47 @@ func TestAFullDiskIsUnavailableUntilThereIsRoomAgain(t *testing.T) {
 	if d := b.acquire("r1", 1); len(d.Leases) != 1 || !d.Leases[0].Ref.Equal(ref) {
 		t.Errorf("acquired %+v", d)
 	}
+}
+
+// A run whose journal failed is opened again in bounded time, whatever somebody uploads.
+func TestASlowUploadKeepsNoRunFromBeingMended(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.stop()
+	j := &failingJournals{slowJournals: slowJournals{dir: b.o.StateDir, hold: closed()}}
+	b.o.Journals = j
+	b.start()
+	b.create("r1")
+	ref := b.upload("r1", "s-1", "")
+	half, more := io.Pipe()
+	defer more.Close()
+	ended := make(chan error, 1)
+	req, err := http.NewRequest("PUT", b.url+"/v1/runs/r1/samples/s-2", half)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set(wire.SampleHeader, fields)
+	go func() {
+		resp, err := b.client.Do(req)
+		if err == nil {
+			resp.Body.Close()
+		}
+		ended <- err
+	}()
+	if _, err := more.Write(file(t, 2)[:20]); err != nil {
+		t.Fatal(err)
+	}
+	r := b.s.runs["r1"]
+	b.poll("the upload", func() bool { r.holdings.mu.Lock(); defer r.holdings.mu.Unlock(); return len(r.arriving) == 1 })
+	j.full.Store(true)
+	b.wants("unavailable", "POST", "/v1/runs/r1/commit", wire.Commit{Items: []wire.CommitItem{{Ref: &ref}}})
+	j.full.Store(false)
+	b.poll("the run", func() bool {
+		return b.try("POST", "/v1/runs/r1/commit", wire.Commit{Items: []wire.CommitItem{{Ref: &ref}}}).status == 200
+	})
+	more.Close()
+	<-ended
+	b.upload("r1", "s-3", "") // what comes then is not cut off
 }
 
 func closed() chan struct{} {

@@ -29,8 +29,7 @@ type run struct {
 	ended atomic.Bool
 	ctx   context.Context // ends when the run is to be let go: what waits goes by it
 	end   context.CancelFunc
-	tie   context.Context // ends when uploads and downloads under way are cut off: later than ctx when the service stops
-	cut   context.CancelFunc
+	tie   atomic.Pointer[tie] // of the uploads and downloads under way: cut later than ctx ends when the service stops
 
 	now     atomic.Pointer[wire.RunSpec] // with what was changed since it was created
 	store   *dirstore.Store
@@ -47,10 +46,24 @@ func (s *Service) newRun(e *entry, id string, bytes int64) *run {
 	now := e.now
 	r.now.Store(&now)
 	r.ctx, r.end = context.WithCancel(s.ctx)
-	r.tie, r.cut = context.WithCancel(context.Background())
+	r.tie.Store(newTie())
 	r.why.Store(&sluice.Error{Kind: sluice.Unavailable, Op: "run", Subject: id, Detail: "is being opened", Hint: "ask again in a moment"})
 	return r
 }
+
+// tie is what uploads and downloads hang on.
+type tie struct {
+	context.Context
+	cut context.CancelFunc
+}
+
+func newTie() *tie {
+	ctx, cut := context.WithCancel(context.Background())
+	return &tie{ctx, cut}
+}
+
+// cut breaks off the uploads and downloads under way.
+func (r *run) cut() { r.tie.Load().cut() }
 
 // enter holds the run for a call, which must leave it.
 func (r *run) enter() error {
@@ -170,6 +183,9 @@ func (r *run) onEvent(e queue.Event) {
 	}
 }
 
+// mendTime is how long uploads and downloads may go on while a run waits to be opened again.
+const mendTime = 5 * time.Second
+
 // mend opens the queue again after its journal failed: at once, and then ever more slowly until it can.
 func (r *run) mend() {
 	if !r.mending.TryLock() {
@@ -180,7 +196,12 @@ func (r *run) mend() {
 	if !r.why.CompareAndSwap(nil, broken) {
 		return
 	}
+	old := r.tie.Load()
+	patience := time.AfterFunc(mendTime, old.cut) // an upload may take hours, and all others wait
 	r.life.Lock()
+	patience.Stop()
+	r.tie.Store(newTie())
+	old.cut()
 	err := r.stopQueue(r.ctx)
 	r.q = nil
 	r.life.Unlock()
