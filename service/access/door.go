@@ -332,6 +332,14 @@ func (d *Door) connContext(ctx context.Context, c net.Conn) context.Context {
 		if a, err := netip.ParseAddrPort(c.LocalAddr().String()); err == nil {
 			k.local = a.Addr().Unmap()
 		}
+		if t, ok := c.(*tls.Conn); ok {
+			c = t.NetConn()
+		}
+		if t, ok := c.(*net.TCPConn); ok {
+			if err := giveUpAfter(t, d.o.Limits.StallTime); err != nil {
+				d.o.Log.Warn("a host that dies is noticed late", "error", err)
+			}
+		}
 	}
 	return context.WithValue(ctx, connKey{}, k)
 }

@@ -1,7 +1,9 @@
 package access
 
 import (
+	"errors"
 	"net"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -21,4 +23,18 @@ func peerUID(c *net.UnixConn) (int, error) {
 		return -1, sockErr
 	}
 	return int(cred.Uid), nil
+}
+
+// giveUpAfter makes the kernel end a connection whose other side does not answer for so long. Without it, a host that lost its power or its network while something was on its way to it is
+// given up after a quarter of an hour, and until then its sessions live.
+func giveUpAfter(c *net.TCPConn, d time.Duration) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var sockErr error
+	err = raw.Control(func(fd uintptr) {
+		sockErr = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
+	})
+	return errors.Join(err, sockErr)
 }
