@@ -13,8 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/service"
@@ -41,8 +39,7 @@ func tmpfs(t testing.TB) string { return tempIn(t, "/dev/shm") }
 func disk(t testing.TB) string {
 	t.Helper()
 	for _, dir := range []string{os.TempDir(), "/var/tmp", "."} {
-		var st unix.Statfs_t
-		if unix.Statfs(dir, &st) == nil && st.Type != unix.TMPFS_MAGIC {
+		if !onTmpfs(dir) {
 			return tempIn(t, dir)
 		}
 	}

@@ -53,7 +53,19 @@ func fill(dir string) (empty func() error, err error) {
 	return func() error { return errors.Join(f.Close(), os.Remove(name)) }, nil
 }
 
-// children makes cmd die with this process.
+// usedBytes is what is in use of the file system of dir, also by files that have no name any more.
+func usedBytes(dir string) (int64, error) {
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		return 0, &os.PathError{Op: "statfs", Path: dir, Err: err}
+	}
+	return int64(fs.Blocks-fs.Bfree) * fs.Bsize, nil
+}
+
+// supported says why this system can't be tortured, if so.
+func supported() error { return nil }
+
+// dieWithParent makes cmd die with this process.
 func dieWithParent(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} }
 
 func unmount(dir string) error { return unix.Unmount(dir, unix.MNT_DETACH) }
