@@ -241,9 +241,11 @@ func (s *Service) clean() {
 		}
 	}
 	s.sweep.rounds++
+	// Not more often than once a minute, unless what was staged is to go sooner.
+	staging := min(60, max(1, int(s.opts.ReservationTime/sweepEvery)))
 	for _, r := range s.list() {
 		r.giveBack(s.ctx, r.expire(now), "their time was over")
-		if s.sweep.rounds%60 == 0 {
+		if s.sweep.rounds%staging == 0 {
 			r.sweepStaging(now)
 		}
 	}

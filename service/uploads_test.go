@@ -192,24 +192,29 @@ func TestAStagedFileBecomesASample(t *testing.T) {
 
 func TestOldStagedFilesAreRemoved(t *testing.T) {
 	t.Parallel()
-	b, clock := clocked(t, Options{})
-	run := b.create("r1")
-	old, young := run.Store.StagingDir+"/old", run.Store.StagingDir+"/young"
-	for _, f := range []string{old, young} {
-		if err := os.WriteFile(f, nil, 0o600); err != nil {
+	for _, c := range []struct{ reservation, age, within time.Duration }{
+		{0, 11 * time.Minute, 61 * time.Second},
+		{8 * time.Second, 9 * time.Second, 9 * time.Second}, // what lives for less than a minute is looked for more often
+	} {
+		b, clock := clocked(t, Options{ReservationTime: c.reservation})
+		run := b.create("r1")
+		old, young := run.Store.StagingDir+"/old", run.Store.StagingDir+"/young"
+		for _, f := range []string{old, young} {
+			if err := os.WriteFile(f, nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		past := time.Now().Add(-c.age)
+		if err := os.Chtimes(old, past, past); err != nil {
 			t.Fatal(err)
 		}
-	}
-	past := time.Now().Add(-11 * time.Minute)
-	if err := os.Chtimes(old, past, past); err != nil {
-		t.Fatal(err)
-	}
-	clock.Advance(61 * time.Second)
-	if _, err := os.Stat(old); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("the old one: %v", err)
-	}
-	if _, err := os.Stat(young); err != nil {
-		t.Errorf("the young one: %v", err)
+		clock.Advance(c.within)
+		if _, err := os.Stat(old); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the old one: %v", err)
+		}
+		if _, err := os.Stat(young); err != nil {
+			t.Errorf("the young one: %v", err)
+		}
 	}
 }
 
