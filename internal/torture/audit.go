@@ -2,6 +2,7 @@ package torture
 
 import (
 	"fmt"
+	"math"
 	"slices"
 	"strings"
 )
@@ -12,6 +13,8 @@ type audit struct {
 	Acked       int64 `json:"acked"`       // of these: trained on, and the service said so, or would have said so to a process that was killed while it asked
 	Redelivered int64 `json:"redelivered"` // deliveries after the first of their sample
 	Dead        int64 `json:"dead"`        // accounted for as dead letters
+	Unanswered  int64 `json:"unanswered"`  // of those acked, the ones that rest on an ack without an answer alone
+	Early       int64 `json:"early"`       // leases that ended early with a killed service, whose samples somebody else acked meanwhile
 	Lost        int64 `json:"lost"`        // neither
 	DoubleAcked int64 `json:"double_acked"`
 	Forgotten   int64 `json:"forgotten_acks"` // delivered again after the service had confirmed an ack
@@ -21,6 +24,7 @@ type audit struct {
 	Trouble     int64 `json:"trouble"`        // errors that nothing explains
 	InUpload    int64 `json:"killed_in_upload"`
 
+	put, got map[string]int64 // samples by producer, deliveries by consumer
 	findings []string
 }
 
@@ -56,8 +60,9 @@ type sampleBook struct {
 	ackedBy  []string // leases whose ack the service confirmed
 	ackedAt  int64    // when the first of these answers came
 	ackedNo  int      // and which delivery that was
-	maybe    bool     // an ack without an answer: its process was killed
-	deadSaid bool     // a settlement was answered "dead"
+	maybe    bool     // an ack without an answer that tells: its process was killed, or the service was, or the disk was full meanwhile
+	asks     []ackAsked
+	deadSaid bool // a settlement was answered "dead"
 }
 
 type leaseBook struct {
@@ -65,6 +70,54 @@ type leaseBook struct {
 	redelivery int
 	asked      int64
 	verdict    string
+}
+
+// ackAsked is an ack that was asked for, whatever came of it.
+type ackAsked struct {
+	lease string
+	at    int64
+}
+
+// ackedBefore reports whether somebody with another lease had asked for an ack by then.
+func (s *sampleBook) ackedBefore(lease string, at int64) bool {
+	return slices.ContainsFunc(s.asks, func(a ackAsked) bool { return a.lease != lease && a.at <= at })
+}
+
+// span is a time in which the service was being killed, or had a full disk. What was asked and not answered meanwhile may have happened, and a lease that was given a moment
+// before may be forgotten.
+type span struct{ from, to int64 }
+
+// upsets are the spans, in order.
+type upsets []span
+
+func (u upsets) between(from, to int64) bool {
+	return slices.ContainsFunc(u, func(s span) bool { return s.from <= to && s.to >= from })
+}
+
+// upsetsOf finds them in the torture's own book. One without an end lasts.
+func upsetsOf(lines []line) (u upsets) {
+	open := map[op]int{}
+	for i := range lines {
+		l := &lines[i]
+		switch {
+		case l.Op != opKill && l.Op != opFull:
+		case !l.End:
+			open[l.Op] = len(u)
+			u = append(u, span{l.At, math.MaxInt64})
+		default:
+			if at, ok := open[l.Op]; ok {
+				u[at].to = l.At
+			}
+		}
+	}
+	return u
+}
+
+// unanswered is the ack that a process has asked for and does not know the answer of.
+type unanswered struct {
+	sample *sampleBook
+	lease  string
+	since  int64
 }
 
 // finalDead is what the service lists as dead at the end, and who says that it took a position: evidence that comes from questions put to it, not from its counters.
@@ -75,7 +128,9 @@ type testimony struct {
 
 // examine joins the books.
 func examine(lines []line, t testimony) *audit {
-	a := &audit{}
+	a := &audit{put: map[string]int64{}, got: map[string]int64{}}
+	upset := upsetsOf(lines)
+	asking := map[string]*unanswered{}  // by process
 	samples := map[string]*sampleBook{} // by id and generation
 	get := func(l *line) *sampleBook {
 		key := l.Sample + "\x00" + l.Generation
@@ -90,6 +145,9 @@ func examine(lines []line, t testimony) *audit {
 	for i := range lines {
 		l := &lines[i]
 		process := fmt.Sprintf("%s.%d", l.Who, l.Inc)
+		if q := asking[process]; q != nil && l.Lease != q.lease && l.Op != opTrouble {
+			delete(asking, process) // it went on without an answer, which no process does
+		}
 		switch l.Op {
 		case opStore:
 			storing[process] = !l.End
@@ -103,11 +161,13 @@ func examine(lines []line, t testimony) *audit {
 			switch l.Status {
 			case "enqueued", "already", "settled":
 				s.confirmed = true
+				a.put[l.Who]++
 			case "gated":
 				s.confirmed, s.gated = true, true
 			}
 		case opDeliver:
 			s := get(l)
+			a.got[l.Who]++
 			s.leases[l.Lease] = &leaseBook{id: l.Lease, redelivery: l.Redelivery, asked: l.Asked}
 			if l.Redelivery > 0 {
 				a.Redelivered++
@@ -119,7 +179,13 @@ func examine(lines []line, t testimony) *audit {
 				a.Wrong++
 				a.find("%s: %s read other bytes than were produced: %s", l.Sample, l.Who, l.Text)
 			default:
-				if l.LeftNanos > 0 { // the lease was alive when the answer came
+				s := get(l)
+				lease := s.leases[l.Lease]
+				switch {
+				case l.LeftNanos <= 0: // the lease may have run out when the answer came
+				case lease != nil && s.ackedBefore(l.Lease, l.At) && upset.between(lease.asked, l.At):
+					a.Early++
+				default:
 					a.Missing++
 					a.find("%s: %s holds the lease %s and can't read it: %s %s", l.Sample, l.Who, l.Lease, l.Status, l.Text)
 				}
@@ -135,9 +201,19 @@ func examine(lines []line, t testimony) *audit {
 			if !l.End {
 				lease.verdict = l.Text
 				if l.Text == "ack" {
-					s.maybe = true
+					s.asks = append(s.asks, ackAsked{l.Lease, l.At})
+					if asking[process] == nil {
+						asking[process] = &unanswered{s, l.Lease, l.At}
+					}
 				}
 				continue
+			}
+			if q := asking[process]; q != nil {
+				// The first attempt may have done it, and its answer be lost; later ones then find no such lease.
+				s.maybe = s.maybe || (l.Status == "unavailable" || l.Status == "stale") && upset.between(q.since, l.At)
+				if l.Status != "unavailable" {
+					delete(asking, process)
+				}
 			}
 			if l.Dead {
 				s.deadSaid = true
@@ -154,6 +230,9 @@ func examine(lines []line, t testimony) *audit {
 			a.Trouble++
 			a.find("%s: %s %s", l.Who, l.Status, l.Text)
 		}
+	}
+	for _, q := range asking { // killed while they waited for the answer
+		q.sample.maybe = true
 	}
 	for _, busy := range storing {
 		if busy {
@@ -174,6 +253,10 @@ func examine(lines []line, t testimony) *audit {
 			a.DoubleAcked++
 			a.find("%s: acked under %d leases: %s", s.id, n, strings.Join(s.ackedBy, ", "))
 		}
+		if len(s.ackedBy) > 0 && t.dead[s.id] == s.generation {
+			a.Forgotten++
+			a.find("%s: its ack under %s was confirmed, and it is a dead letter at the end", s.id, s.ackedBy[0])
+		}
 		for _, l := range s.leases {
 			if s.ackedAt != 0 && l.id != s.ackedBy[0] && (l.redelivery > s.ackedNo || l.asked > s.ackedAt) {
 				a.Forgotten++
@@ -193,9 +276,10 @@ func examine(lines []line, t testimony) *audit {
 			a.Repeated++
 			a.find("%s/%d: is in the queue %d times, as %s", at.source, at.index, len(in), in[0].id)
 		}
-		acked, dead := false, false
+		acked, maybe, dead := false, false, false
 		for _, s := range in {
-			acked = acked || len(s.ackedBy) > 0 || s.maybe
+			acked = acked || len(s.ackedBy) > 0
+			maybe = maybe || s.maybe
 			dead = dead || s.deadSaid || t.dead[s.id] == s.generation || s.gated
 		}
 		switch {
@@ -203,6 +287,9 @@ func examine(lines []line, t testimony) *audit {
 			a.Acked++
 		case dead:
 			a.Dead++
+		case maybe:
+			a.Acked++
+			a.Unanswered++
 		default:
 			a.Lost++
 			a.find("%s/%d: %s was put and is neither acked nor dead; deliveries: %d", at.source, at.index, in[0].id, len(in[0].leases))

@@ -3,6 +3,7 @@ package torture
 import (
 	"strings"
 	"testing"
+	"time"
 )
 
 // story is a short one in which all goes well: one sample, delivered twice, acked the second time; another is dead.
@@ -58,6 +59,22 @@ func TestAuditFindsWhatIsWrong(t *testing.T) {
 		{"a delivery that was asked for after the ack was confirmed", last(line{Who: "consumer-2", At: 15, Op: opDeliver, Sample: "a", Generation: "g", Lease: "l3", Asked: 14}), func(a *audit) int64 { return a.Forgotten }, "was delivered again as l3"},
 		{"other bytes", last(line{Who: "consumer-1", At: 14, Op: opRead, Sample: "a", Generation: "g", Lease: "l2", Status: statusWrong}), func(a *audit) int64 { return a.Wrong }, "other bytes"},
 		{"a living lease on nothing", last(line{Who: "consumer-1", At: 14, Op: opRead, Sample: "a", Generation: "g", Lease: "l2", Status: "not_found", LeftNanos: 1}), func(a *audit) int64 { return a.Missing }, "can't read it: not_found"},
+		{"a living lease on what somebody else acked, though nobody was killed", last(
+			line{Who: "consumer-3", At: 20, Op: opDeliver, Sample: "a", Generation: "g", Lease: "l0", Asked: 5},
+			line{Who: "consumer-3", At: 21, Op: opRead, Sample: "a", Generation: "g", Lease: "l0", Status: "not_found", LeftNanos: 1},
+		), func(a *audit) int64 { return a.Missing }, "can't read it: not_found"},
+		{"a dead letter that was acked", func(l []line, t *testimony) []line { t.dead["a"] = "g"; return l }, func(a *audit) int64 { return a.Forgotten }, "a dead letter at the end"},
+		{"an ack without an answer, whose process goes on", func(l []line, _ *testimony) []line {
+			return append(l[:len(l)-1], line{Who: "consumer-1", At: 14, Op: opDone})
+		}, func(a *audit) int64 { return a.Lost }, "s/0: a was put and is neither"},
+		{"a stale ack, though nobody was killed", func(l []line, _ *testimony) []line {
+			l[len(l)-1].Status = "stale"
+			return l
+		}, func(a *audit) int64 { return a.Lost }, "s/0: a was put and is neither"},
+		{"a stale ack, and a kill that was over before", func(l []line, _ *testimony) []line {
+			l[len(l)-1].Status = "stale"
+			return append([]line{{Who: "torture", At: 1, Op: opKill}, {Who: "torture", At: 2, Op: opKill, End: true}}, l...)
+		}, func(a *audit) int64 { return a.Lost }, "s/0: a was put and is neither"},
 		{"one position put twice", last(
 			line{Who: "producer-0", At: 14, Op: opCommit, Sample: "a2", Generation: "k", Source: "s", Index: 0},
 			line{Who: "producer-0", At: 15, Op: opCommit, End: true, Sample: "a2", Generation: "k", Status: "enqueued"},
@@ -80,11 +97,56 @@ func TestAuditFindsWhatIsWrong(t *testing.T) {
 	}
 }
 
-func TestAnAckWhoseProcessWasKilledCounts(t *testing.T) {
+func TestAnAckWhoseAnswerWasLostCounts(t *testing.T) {
 	t.Parallel()
 	lines, said := story()
-	if a := examine(lines[:len(lines)-1], said); !a.clean() || a.Acked != 1 {
+	if a := examine(lines[:len(lines)-1], said); !a.clean() || a.Acked != 1 || a.Unanswered != 1 {
+		t.Errorf("its process was killed: %+v", a)
+	}
+	for _, upset := range []op{opKill, opFull} {
+		lines, said := story()
+		lines[len(lines)-1].Status = "stale" // the first attempt was it
+		lines = append(lines[:len(lines)-1], line{Who: "torture", At: 12, Op: upset}, lines[len(lines)-1])
+		if a := examine(lines, said); !a.clean() || a.Acked != 1 || a.Unanswered != 1 {
+			t.Errorf("%s meanwhile: %+v", upset, a)
+		}
+	}
+}
+
+func TestALeaseThatWasForgottenWithItsServiceIsNoMissingSample(t *testing.T) {
+	t.Parallel()
+	lines, said := story()
+	lines = append([]line{{Who: "torture", At: 4, Op: opKill}, {Who: "torture", At: 6, Op: opKill, End: true}}, append(lines,
+		line{Who: "consumer-3", At: 20, Op: opDeliver, Sample: "a", Generation: "g", Lease: "l0", Asked: 5},
+		line{Who: "consumer-3", At: 21, Op: opRead, Sample: "a", Generation: "g", Lease: "l0", Status: "not_found", LeftNanos: 1})...)
+	if a := examine(lines, said); !a.clean() || a.Early != 1 {
 		t.Errorf("%+v", a)
+	}
+}
+
+func TestATortureThatProvesNothingHasFailed(t *testing.T) {
+	t.Parallel()
+	good := func() *Result {
+		return &Result{Kills: map[string]int64{"producer": 1, "consumer": 1, "service": 1}, audit: audit{Produced: 100, Acked: 100, put: map[string]int64{"producer-0": 100}, got: map[string]int64{"consumer-0": 100}}}
+	}
+	o := &Options{Duration: time.Minute, Producers: 1, Consumers: 1}
+	for _, c := range []struct {
+		edit func(*Result)
+		says string
+	}{
+		{func(*Result) {}, ""},
+		{func(r *Result) { r.Produced, r.Acked = 0, 0 }, "nothing flowed"},
+		{func(r *Result) { r.Kills = map[string]int64{} }, "nobody was killed"},
+		{func(r *Result) { r.Kills["service"] = 0 }, "no service was killed"},
+		{func(r *Result) { r.got = nil }, "consumer-0 never got a sample"},
+		{func(r *Result) { r.put = nil }, "producer-0 never got a sample into the queue"},
+	} {
+		r := good()
+		c.edit(r)
+		r.judge(o)
+		if text := strings.Join(r.Findings, "\n"); r.OK() != (c.says == "") || !strings.Contains(text, c.says) {
+			t.Errorf("findings are %q, want %q among them", text, c.says)
+		}
 	}
 }
 

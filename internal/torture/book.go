@@ -49,6 +49,10 @@ const (
 	opSettle  op = "settle"  // Text has the verdict
 	opDone    op = "done"    // the process has no more to do
 	opTrouble op = "trouble" // an error that nothing explains
+
+	// In the torture's own book: from before it is done to when it is over.
+	opKill op = "kill" // of the service
+	opFull op = "full" // the disk is
 )
 
 // Outcomes that are no words of the service.

@@ -53,7 +53,40 @@ type Result struct {
 }
 
 // OK says whether nothing was found.
-func (r *Result) OK() bool { return r.clean() && r.LeakedBytes == 0 && r.LeakedFiles == 0 }
+func (r *Result) OK() bool {
+	return r.clean() && r.LeakedBytes == 0 && r.LeakedFiles == 0 && len(r.Findings) == 0
+}
+
+// enough is the duration from which on every role must have been killed.
+const enough = 10 * time.Second
+
+// judge finds fault with a torture that was none: in which nothing flowed, or not through everybody, or nobody was killed.
+func (r *Result) judge(o *Options) {
+	find := func(format string, args ...any) { r.Findings = append(r.Findings, fmt.Sprintf(format, args...)) }
+	if r.Produced == 0 || r.Acked == 0 {
+		find("nothing flowed: %d samples were put and %d acked, which proves nothing", r.Produced, r.Acked)
+	}
+	if r.Kills["producer"]+r.Kills["consumer"]+r.Kills["service"] == 0 {
+		find("nobody was killed, which proves nothing")
+	}
+	if o.Duration < enough {
+		return
+	}
+	for _, role := range []string{"producer", "consumer", "service"} {
+		if r.Kills[role] == 0 {
+			find("no %s was killed, which proves too little", role)
+		}
+	}
+	idle := func(role string, n int, has map[string]int64, what string) {
+		for i := range n {
+			if name := fmt.Sprintf("%s-%d", role, i); has[name] == 0 && r.Produced >= int64(20*n) {
+				find("%s %s", name, what)
+			}
+		}
+	}
+	idle("producer", o.Producers, r.put, "never got a sample into the queue")
+	idle("consumer", o.Consumers, r.got, "never got a sample")
+}
 
 const (
 	runID      = "torture"
@@ -78,6 +111,7 @@ type rack struct {
 
 	service *process
 	client  *client.Client
+	book    *book
 
 	mu      sync.Mutex
 	workers map[string]*process
@@ -153,6 +187,9 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if o.Say == nil {
 		o.Say = func(string) {}
 	}
+	if err := supported(); err != nil {
+		return nil, err
+	}
 	exe, err := program()
 	if err != nil {
 		return nil, err
@@ -186,8 +223,13 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if o.Small {
 		err = errors.Join(err, unmount(r.store()))
 	}
-	if o.Keep || err != nil || !r.result.OK() {
-		r.result.Books = r.dir
+	if o.Keep || ctx.Err() == nil && (err != nil || !r.result.OK()) {
+		// Under another name, since the next torture clears what it takes for a killed one's.
+		kept := filepath.Join(o.Dir, "kept-"+filepath.Base(r.dir))
+		if rerr := os.Rename(r.dir, kept); rerr != nil {
+			return r.result, errors.Join(err, rerr)
+		}
+		r.result.Books = kept
 		return r.result, err
 	}
 	return r.result, errors.Join(err, folder.Remove())
@@ -204,7 +246,11 @@ func (r *rack) all() []*process {
 }
 
 func (r *rack) run(ctx context.Context) error {
-	started := time.Now()
+	var err error
+	if r.book, err = openBook(r.books(), "torture", 1); err != nil {
+		return err
+	}
+	defer func() { _ = r.book.close() }() // each of its lines has been written
 	if err := r.choosePort(ctx); err != nil {
 		return err
 	}
@@ -226,6 +272,7 @@ func (r *rack) run(ctx context.Context) error {
 		return err
 	}
 
+	started := time.Now()
 	until := started.Add(r.o.Duration)
 	limit, cancel := context.WithDeadline(ctx, until.Add(drainTime))
 	defer cancel()
@@ -343,6 +390,8 @@ func (r *rack) keep(ctx context.Context, name string, remote bool, until time.Ti
 func (r *rack) torment(ctx context.Context, until time.Time) error {
 	full := r.result.NoDiskFull == ""
 	fullAt := time.Now().Add(time.Until(until) * 2 / 5)
+	first := []int{0, 8, 14} // one of each role comes before chance
+	r.rand.Shuffle(len(first), func(i, j int) { first[i], first[j] = first[j], first[i] })
 	for {
 		wait := 100*time.Millisecond + time.Duration(r.rand.Int64N(int64(900*time.Millisecond)))
 		if time.Until(until) < wait {
@@ -354,8 +403,12 @@ func (r *rack) torment(ctx context.Context, until time.Time) error {
 			return nil
 		}
 		var err error
-		switch n := r.rand.IntN(20); {
-		case full && time.Now().After(fullAt):
+		n := r.rand.IntN(20)
+		if len(first) > 0 {
+			n, first = first[0], first[1:]
+		}
+		switch {
+		case full && len(first) == 0 && time.Now().After(fullAt):
 			full = false
 			err = r.fillUp(ctx, min(time.Until(until)/4, 5*time.Second))
 		case n < 8:
@@ -399,7 +452,13 @@ func (r *rack) count(role string) {
 
 // killService kills the service and starts it again, sometimes only after a while.
 func (r *rack) killService(ctx context.Context) error {
+	if err := r.book.write(line{Op: opKill}); err != nil {
+		return err
+	}
 	if _, err := r.service.kill(); err != nil {
+		return err
+	}
+	if err := r.book.write(line{Op: opKill, End: true}); err != nil {
 		return err
 	}
 	r.count("service")
@@ -431,6 +490,9 @@ func (r *rack) stopWorker(ctx context.Context) error {
 // fillUp leaves the store's file system without room for a while.
 func (r *rack) fillUp(ctx context.Context, d time.Duration) error {
 	began := time.Now()
+	if err := r.book.write(line{Op: opFull}); err != nil {
+		return err
+	}
 	empty, err := fill(r.store())
 	if err != nil {
 		return err
@@ -440,7 +502,7 @@ func (r *rack) fillUp(ctx context.Context, d time.Duration) error {
 	case <-ctx.Done():
 	}
 	r.result.DiskFull = time.Since(began).Seconds()
-	return empty()
+	return errors.Join(empty(), r.book.write(line{Op: opFull, End: true}))
 }
 
 // watch says how it goes until the workers are through.
@@ -520,7 +582,11 @@ func (r *rack) close(ctx context.Context) error {
 	a := examine(lines, said)
 	r.result.audit = *a
 	r.result.Findings = a.findings
+	r.result.judge(r.o)
 	if err := r.leaks(ctx, run.Store()); err != nil {
+		return err
+	}
+	if err := r.remains(ctx); err != nil {
 		return err
 	}
 	if err := r.service.signal(syscall.SIGTERM); err != nil {
@@ -536,7 +602,7 @@ func (r *rack) close(ctx context.Context) error {
 
 // leaks waits for what ends by itself, and counts what stays although nobody owns it.
 func (r *rack) leaks(ctx context.Context, store sluice.Store) error {
-	patience := time.Now().Add(20 * time.Second)
+	patience := time.Now().Add(3 * reservationTime)
 	for {
 		info, err := r.client.Run(ctx, runID)
 		if err != nil {
@@ -544,15 +610,18 @@ func (r *rack) leaks(ctx context.Context, store sluice.Store) error {
 		}
 		h := info.Status.Health
 		r.result.LeakedBytes = h.UsedBytes()
-		r.result.LeakedFiles, err = r.files()
+		left, err := r.files(func(path string) bool {
+			return strings.HasSuffix(path, ".safetensors") || strings.Contains(path, "/staging/")
+		})
 		if err != nil {
 			return err
 		}
+		r.result.LeakedFiles = int64(len(left))
 		if r.result.LeakedBytes == 0 && r.result.LeakedFiles == 0 && h.UsedSamples() == 0 {
 			return nil
 		}
 		if time.Now().After(patience) {
-			r.result.Findings = append(r.result.Findings, fmt.Sprintf("left at the end: %d files; the store counts %d samples of %d bytes and reservations of %d bytes", r.result.LeakedFiles, h.ResidentSamples, h.ResidentBytes, h.ReservedBytes))
+			r.result.Findings = append(r.result.Findings, fmt.Sprintf("left at the end: %d files %s; the store counts %d samples of %d bytes and reservations of %d bytes", len(left), some(left), h.ResidentSamples, h.ResidentBytes, h.ReservedBytes))
 			return nil
 		}
 		if _, err := store.GC(ctx); err != nil && !errors.Is(err, sluice.ErrUnsupported) {
@@ -566,18 +635,55 @@ func (r *rack) leaks(ctx context.Context, store sluice.Store) error {
 	}
 }
 
-// files counts the sample files, staged or published, that are left under the store's root.
-func (r *rack) files() (n int64, err error) {
+// remains deletes the run, and counts what is left in the store then, under whatever name or under none.
+func (r *rack) remains(ctx context.Context) error {
+	if err := r.client.DeleteRun(ctx, runID); err != nil {
+		return err
+	}
+	left, err := r.files(func(path string) bool {
+		return path != filepath.Join(r.store(), "id") && path != filepath.Join(r.store(), "owner.json")
+	})
+	if err != nil {
+		return err
+	}
+	if len(left) > 0 {
+		r.result.LeakedFiles += int64(len(left))
+		r.result.Findings = append(r.result.Findings, fmt.Sprintf("left when the run was deleted: %s", some(left)))
+	}
+	if !r.o.Small {
+		return nil
+	}
+	used, err := usedBytes(r.store())
+	if err != nil {
+		return err
+	}
+	if used > 1<<20 { // its own files and folders take some pages
+		r.result.LeakedBytes += used
+		r.result.Findings = append(r.result.Findings, fmt.Sprintf("when the run was deleted, %d bytes of the store's file system were in use yet", used))
+	}
+	return nil
+}
+
+// files lists the files under the store's root that count.
+func (r *rack) files(counts func(path string) bool) (names []string, err error) {
 	err = filepath.WalkDir(r.store(), func(path string, d fs.DirEntry, err error) error {
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
-		if d != nil && d.Type().IsRegular() && (strings.HasSuffix(path, ".safetensors") || strings.Contains(path, "/staging/")) {
-			n++
+		if d != nil && !d.IsDir() && counts(path) {
+			names = append(names, path)
 		}
 		return nil
 	})
-	return n, err
+	return names, err
+}
+
+// some is the first few of them.
+func some(names []string) string {
+	if len(names) > 5 {
+		return strings.Join(names[:5], ", ") + ", ..."
+	}
+	return strings.Join(names, ", ")
 }
 
 // Print writes the result for people.
@@ -594,6 +700,9 @@ func (r *Result) Print(w io.Writer) {
 		fmt.Fprintf(w, "the disk was never full: %s\n", r.NoDiskFull)
 	}
 	fmt.Fprintf(w, "lost %d, acked twice %d, acks forgotten %d, put twice %d, other bytes read %d, unreadable under a lease %d, errors that nothing explains %d\n", r.Lost, r.DoubleAcked, r.Forgotten, r.Repeated, r.Wrong, r.Missing, r.Trouble)
+	if r.Unanswered+r.Early > 0 {
+		fmt.Fprintf(w, "acks whose answer a kill or a full disk swallowed: %d; leases forgotten with a killed service: %d\n", r.Unanswered, r.Early)
+	}
 	fmt.Fprintf(w, "left behind: %d files, %d bytes\n", r.LeakedFiles, r.LeakedBytes)
 	for _, f := range r.Findings {
 		fmt.Fprintf(w, "  %s\n", f)
