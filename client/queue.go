@@ -49,9 +49,9 @@ func requestID(callers string) string {
 	return newID()
 }
 
-// Reserve waits in slices. The first carries the caller's id; those behind it have their own, since what a slice came to is not what the next one shall repeat.
+// Reserve waits in slices, all with one id: by that the service keeps the place in the line from one to the next.
 func (q *queue) Reserve(ctx context.Context, r sluice.ReserveRequest) (sluice.Reservation, error) {
-	for id := requestID(r.RequestID); ; id = newID() {
+	for id := requestID(r.RequestID); ; {
 		got, err := reserve(ctx, q.c, q.run, wire.Reserve{Producer: producerOf(r.Producer), Bytes: []int64{r.Bytes}, WaitSeconds: wire.SecondsOf(slice), RequestID: id})
 		if err != nil || got.ID != "" {
 			return got, err
@@ -107,7 +107,7 @@ func consumerOf(c sluice.Consumer) wire.Consumer {
 	return wire.Consumer{Name: c.Name, Incarnation: c.Incarnation, Rank: c.Rank, Member: c.Member, Members: c.Members}
 }
 
-// Acquire waits in slices, with ids as those of Reserve.
+// Acquire waits in slices. The first carries the caller's id; those behind it have their own, since what a slice came to is not what the next one shall repeat.
 func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.Delivery, error) {
 	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead, RequestID: requestID(r.RequestID)}
 	for until := time.Now().Add(r.Wait); ; {

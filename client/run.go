@@ -40,5 +40,5 @@ func (r *Run) Store() sluice.Store { return r.store }
 // Queue is the run's queue, the same every time. Its Close closes the run, for everybody.
 //
 // A service that is away, as one that restarts, is asked again for as long as [Options].Patience says, and is ErrUnavailable then; it is never the end. A call that waits
-// is made of slices of at most 30 s, so that neither side waits for a peer that is gone; between two of them a caller goes to the end of its line.
+// is made of slices of at most 30 s, so that neither side waits for a peer that is gone. Between two of them a Reserve keeps its place in the line, and an Acquire goes to the end of its own.
 func (r *Run) Queue() sluice.Queue { return r.queue }

@@ -15,7 +15,7 @@ import (
 // cycleCalls are the calls of the hot path: from a reservation to the settlement.
 func (s *Service) cycleCalls(a *api) {
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/reserve", id: "reserve", tag: "producers", summary: "Ask the run's gate for room", roles: producers, hot: true,
-		text: "Waits for the first reservation up to wait_seconds; the others come with it as far as they are granted at once. None is no error. Ask before the target is run. " +
+		text: "Waits for the first reservation up to wait_seconds; the others come with it as far as they are granted at once. None is no error: asked again at once in the same session with the same request id, the call has kept its place in the line. Ask before the target is run. " +
 			"A reservation ends when it is used, with its session, or when its time is over."}, s.reserve)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/unreserve", id: "unreserve", tag: "producers", summary: "Give reservations back", roles: producers, hot: true},
 		func(ctx context.Context, c *call, in *wire.Unreserve) (*nothing, error) {
@@ -137,9 +137,7 @@ func (s *Service) reserve(ctx context.Context, c *call, in *wire.Reserve) (*wire
 		if req.Bytes = n; in.RequestID != "" {
 			req.RequestID = in.RequestID + "/" + strconv.Itoa(i)
 		}
-		wctx, stop := s.waiting(ctx, wait)
-		res, err := c.run.q.Reserve(wctx, req)
-		stop()
+		res, err := s.room(ctx, c, req, wait)
 		if errors.Is(err, errWaited) {
 			break
 		}
@@ -197,9 +195,14 @@ func (s *Service) reserveUngated(ctx context.Context, c *call, in *wire.Reserve)
 
 // sessionEnded gives back what a call took in a session that ended meanwhile.
 func (s *Service) sessionEnded(c *call) error {
-	e := c.run.endSession(c.session)
-	s.spawn(func() { c.run.giveBack(s.ctx, e, "their session had ended") }) // it enters the run, which this call holds
+	s.giveBackOf(c.run, c.session)
 	return &sluice.Error{Kind: sluice.Stale, Op: "session", Subject: c.session.id[:8], Detail: "has ended", Hint: "begin another one"}
+}
+
+// giveBackOf gives back what was noted for a session after its end.
+func (s *Service) giveBackOf(r *run, of *session) {
+	e := r.endSession(of)
+	s.spawn(func() { r.giveBack(s.ctx, e, "their session had ended") }) // it enters the run, which a call may hold
 }
 
 // commit stages what is to be staged, and enqueues all.

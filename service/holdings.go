@@ -20,6 +20,7 @@ type holdings struct {
 	byRequest    map[string][]sluice.Reservation // those that passed the gate
 	uploads      map[string]*upload              // by sample id
 	arriving     map[string]*arrival
+	places       map[placeKey]*place
 	pins         map[sluice.HandleID]*pin
 	consumers    map[consumerKey]*session // the last session in which each has acquired
 	next         time.Time                // nothing ends by itself before; zero if nothing does
@@ -81,6 +82,7 @@ type ended struct {
 
 func (h *holdings) init() {
 	h.byRequest = map[string][]sluice.Reservation{}
+	h.places = map[placeKey]*place{}
 	h.arriving = map[string]*arrival{}
 	h.consumers = map[consumerKey]*session{}
 	h.reservations, h.uploads, h.pins = map[string]*reservation{}, map[string]*upload{}, map[sluice.HandleID]*pin{}

@@ -143,6 +143,81 @@ func TestAReservationWaitsForItsFirst(t *testing.T) {
 	}
 }
 
+// Between two slices of a wait for much room nobody who asks for little gets ahead of it.
+func TestAPlaceInTheLineIsKeptBetweenTwoSlices(t *testing.T) {
+	t.Parallel()
+	b, clock := clocked(t, Options{})
+	spec := b.spec("r1")
+	spec.Caps = wire.Caps{MaxBytes: 100, HighWatermarkBytes: 100}
+	do[wire.Run](b, "POST", "/v1/runs", spec)
+	first := do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{60}}).Reservations
+	session := newID()
+	ask := func() chan answer {
+		got := make(chan answer, 1)
+		go func() {
+			got <- b.try("POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{90}, WaitSeconds: 30, RequestID: "big"}, session)
+		}()
+		return got
+	}
+	big := ask()
+	b.poll("the wait", func() bool { return b.status("r1").ProducersWaiting == 1 })
+	clock.Advance(30 * time.Second)
+	if a := <-big; a.status != 200 || strings.Contains(string(a.body), "bytes") {
+		t.Fatalf("%d %s", a.status, a.body)
+	}
+	small := make(chan wire.Reservations, 1)
+	go func() {
+		small <- do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{20}, WaitSeconds: 60, RequestID: "small"})
+	}()
+	b.poll("both waits", func() bool { return b.status("r1").ProducersWaiting == 2 })
+	again := ask()
+	do[struct{}](b, "POST", "/v1/runs/r1/unreserve", wire.Unreserve{Reservations: []string{first[0].ID}})
+	if a := <-again; !strings.Contains(string(a.body), `"bytes":90`) {
+		t.Fatalf("the second slice got %s", a.body)
+	}
+	select {
+	case r := <-small:
+		t.Errorf("a small one got ahead: %+v", r)
+	default:
+	}
+	do[struct{}](b, "DELETE", "/v1/sessions/"+session, nil)
+	if r := <-small; len(r.Reservations) != 1 {
+		t.Errorf("%+v", r)
+	}
+}
+
+// Who does not come back gives the place up, and the room too when the session ends.
+func TestAPlaceInTheLineIsNotKeptForEver(t *testing.T) {
+	t.Parallel()
+	b, clock := clocked(t, Options{})
+	spec := b.spec("r1")
+	spec.Caps = wire.Caps{MaxBytes: 100, HighWatermarkBytes: 100}
+	do[wire.Run](b, "POST", "/v1/runs", spec)
+	do[wire.Reservations](b, "POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{60}})
+	session := newID()
+	for _, leave := range []func(){
+		func() { clock.Advance(mostKept) },
+		func() { // a question what came of it
+			b.try("POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{90}, RequestID: "big"}, session)
+		},
+	} {
+		got := make(chan answer, 1)
+		go func() {
+			got <- b.try("POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{90}, WaitSeconds: 30, RequestID: "big"}, session)
+		}()
+		b.poll("the wait", func() bool { return b.status("r1").ProducersWaiting == 1 })
+		clock.Advance(30 * time.Second)
+		if a := <-got; strings.Contains(string(a.body), "bytes") {
+			t.Fatalf("%s", a.body)
+		}
+		if n := b.status("r1").ProducersWaiting; n != 1 {
+			t.Errorf("%d wait between the slices, want 1", n)
+		}
+		leave()
+		b.poll("the end of the wait", func() bool { return b.status("r1").ProducersWaiting == 0 })
+	}
+}
+
 func TestEventsComeAsTheyHappen(t *testing.T) {
 	t.Parallel()
 	b := newBed(t, Options{})
