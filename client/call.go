@@ -29,6 +29,7 @@ type call struct {
 	in, out      any    // bodies in JSON, or nil
 	wait         time.Duration
 	patience     time.Duration // the client's if 0, none below
+	last         bool          // it is the one that ends the session: all others end with the client
 }
 
 // newID is a fresh request, session or handle id.
@@ -49,6 +50,12 @@ func (l *lost) Unwrap() error { return l.err }
 func (c *Client) do(ctx context.Context, k call) (attempts int, err error) {
 	if err := context.Cause(ctx); err != nil {
 		return 0, err
+	}
+	if !k.last {
+		var cancel context.CancelCauseFunc
+		ctx, cancel = context.WithCancelCause(ctx)
+		defer cancel(nil)
+		defer context.AfterFunc(c.ended, func() { cancel(errClosed) })()
 	}
 	var body []byte
 	if k.in != nil {

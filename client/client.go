@@ -33,9 +33,10 @@ type Client struct {
 	end    context.CancelCauseFunc
 	behind sync.WaitGroup // the goroutines of this client
 
-	mu     sync.Mutex
-	closed bool
-	owed   map[string]map[string]bool // handles that could not be given back yet, by run
+	mu      sync.Mutex
+	closed  bool
+	owed    map[string]map[string]bool // handles that could not be given back yet, by run; true if their mappings are to stay counted
+	pinners map[*store]bool            // stores that have handed something out
 }
 
 var errClosed = &sluice.Error{Kind: sluice.Closed, Op: "client", Detail: "the client is closed"}
@@ -49,7 +50,7 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	}
 	c := &Client{
 		target: t, log: o.Logger, httpOnly: o.HTTPOnly, ranges: o.Ranges, patience: o.Patience, healthWait: healthWait,
-		session: newID(), owed: map[string]map[string]bool{},
+		session: newID(), owed: map[string]map[string]bool{}, pinners: map[*store]bool{},
 	}
 	if c.log == nil {
 		c.log = slog.Default()
@@ -69,11 +70,12 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	if t.inClear() {
 		c.log.Warn("client: the token crosses the network unencrypted", "url", t.name)
 	}
+	c.ended, c.end = context.WithCancelCause(context.Background())
 	if _, err := c.Status(ctx); err != nil {
+		c.end(err)
 		c.http.CloseIdleConnections()
 		return nil, err
 	}
-	c.ended, c.end = context.WithCancelCause(context.Background())
 	held := make(chan struct{})
 	c.behind.Go(func() { c.hold(sync.OnceFunc(func() { close(held) })) }) // ends with c.ended
 	select {
@@ -98,7 +100,7 @@ func (t *target) transport() *http.Transport {
 	}
 }
 
-// Close ends the session: reservations and pins go, and leases of its consumers return to the head. Tensors that were handed out stay valid until they are closed. It waits a
+// Close ends the session: reservations and pins go, leases of its consumers return to the head, and calls under way end with ErrClosed. Tensors that were handed out stay valid until they are closed. It waits a
 // few seconds at most for a service that does not answer, which then finds out by itself. It is idempotent.
 func (c *Client) Close() error {
 	c.mu.Lock()
@@ -113,7 +115,7 @@ func (c *Client) Close() error {
 	c.behind.Wait()
 	ctx, cancel := background(context.Background())
 	defer cancel()
-	_, err := c.do(ctx, call{method: http.MethodDelete, path: "/v1/sessions/" + c.session, patience: time.Second})
+	_, err := c.do(ctx, call{method: http.MethodDelete, path: "/v1/sessions/" + c.session, patience: time.Second, last: true})
 	if sluice.KindOf(err) == sluice.NotFound {
 		err = nil
 	}

@@ -20,7 +20,7 @@ const silence = 30 * time.Second
 // service's grace. It calls tried when the first one stands or has failed.
 func (c *Client) hold(tried func()) {
 	var pause backoff
-	down := false
+	down, first := false, true
 	for {
 		err := c.holdOnce(func() {
 			tried()
@@ -28,7 +28,10 @@ func (c *Client) hold(tried func()) {
 				down = false
 				c.log.Info("client: the service is back", "url", c.target.name)
 			}
-			c.payOwed()
+			if !first {
+				c.behind.Go(c.pinAgain)
+			}
+			first = false
 		})
 		tried()
 		if c.ended.Err() != nil {
@@ -76,11 +79,14 @@ func (c *Client) holdOnce(held func()) error {
 			return err
 		}
 		watch.Reset(silence)
+		if c.owes() {
+			c.behind.Go(c.payOwed)
+		}
 	}
 }
 
-// owe notes a handle that could not be given back, for when the service is there again.
-func (c *Client) owe(runID, handle string) {
+// owe notes a handle that could not be given back, for when the service is there again. keep says that it is mapped yet.
+func (c *Client) owe(runID, handle string, keep bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
@@ -89,7 +95,15 @@ func (c *Client) owe(runID, handle string) {
 	if c.owed[runID] == nil {
 		c.owed[runID] = map[string]bool{}
 	}
-	c.owed[runID][handle] = true
+	if before, ok := c.owed[runID][handle]; !ok || before {
+		c.owed[runID][handle] = keep
+	}
+}
+
+func (c *Client) owes() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return len(c.owed) > 0
 }
 
 // payOwed gives back what is owed.
@@ -99,16 +113,38 @@ func (c *Client) payOwed() {
 	c.owed = map[string]map[string]bool{}
 	c.mu.Unlock()
 	for runID, handles := range owed {
-		for part := range slices.Chunk(slices.Collect(maps.Keys(handles)), wire.MaxBatch) {
-			_, err := c.do(c.ended, call{method: http.MethodPost, path: runPath(runID, "/release"), in: wire.Release{Handles: part}, patience: time.Second})
-			switch {
-			case errors.Is(err, sluice.ErrUnavailable):
-				for _, h := range part {
-					c.owe(runID, h)
+		for _, keep := range []bool{true, false} {
+			var some []string
+			for h, k := range handles {
+				if k == keep {
+					some = append(some, h)
 				}
-			case err != nil && c.ended.Err() == nil:
-				c.log.Warn("client: can't give back pins", "run", runID, "pins", len(part), "error", err)
+			}
+			for part := range slices.Chunk(some, wire.MaxBatch) {
+				c.pay(runID, part, keep)
 			}
 		}
+	}
+}
+
+func (c *Client) pay(runID string, handles []string, keep bool) {
+	_, err := c.do(c.ended, call{method: http.MethodPost, path: runPath(runID, "/release"), in: wire.Release{Handles: handles, Keep: keep}, patience: time.Second})
+	switch {
+	case errors.Is(err, sluice.ErrUnavailable):
+		for _, h := range handles {
+			c.owe(runID, h, keep)
+		}
+	case err != nil && c.ended.Err() == nil:
+		c.log.Warn("client: can't give back pins", "run", runID, "pins", len(handles), "error", err)
+	}
+}
+
+// pinAgain takes the pins of this process again, since a service that was started anew knows nothing of them: what is mapped here is to count there.
+func (c *Client) pinAgain() {
+	c.mu.Lock()
+	stores := slices.Collect(maps.Keys(c.pinners))
+	c.mu.Unlock()
+	for _, s := range stores {
+		s.pinAgain(c.ended)
 	}
 }

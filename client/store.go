@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/url"
 	"sync"
@@ -36,9 +37,9 @@ type store struct {
 
 // pinned is one Get that has not been given back whole.
 type pinned struct {
-	sampleID string
-	held     bool // the handle
-	mapped   bool // the memory, if it is a mapping
+	ref    sluice.Ref
+	held   bool // the handle
+	mapped bool // the memory, if it is a mapping
 }
 
 var _ sluice.Store = (*store)(nil)
@@ -144,6 +145,8 @@ func (s *store) Unreserve(ctx context.Context, r sluice.Reservation) error {
 	if r.ID == "" {
 		return nil
 	}
+	ctx, cancel := outlive(ctx)
+	defer cancel()
 	if err := s.unreserve(ctx, r.ID); err != nil {
 		return err
 	}
@@ -311,10 +314,13 @@ func (s *store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 		}
 		return nil, err
 	}
-	entry := &pinned{sampleID: ref.SampleID(), held: true, mapped: s.at != nil}
+	entry := &pinned{ref: ref, held: true, mapped: s.at != nil}
 	s.mu.Lock()
 	s.pins[id] = entry
 	s.mu.Unlock()
+	s.c.mu.Lock()
+	s.c.pinners[s] = true
+	s.c.mu.Unlock()
 	handle := sluice.Handle{StoreURI: s.info.URI, SampleID: ref.SampleID(), ID: id}
 	return sluice.NewTensors(s, handle, features, func() error { return s.unmap(id, free) }), nil
 }
@@ -374,7 +380,7 @@ func (s *store) check(ref sluice.Ref, m *safetensors.Mapping, p *wire.Pinned) ([
 	return features, nil
 }
 
-// Release gives up the pin. A mapping that is still open keeps its bytes counted.
+// Release gives up the pin, with some time more if ctx has ended, and if the service does not answer, when it does again. A mapping that is still open keeps its bytes counted.
 func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 	if h.StoreURI != s.info.URI || h.ID == (sluice.HandleID{}) {
 		return nil
@@ -383,7 +389,7 @@ func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 	s.mu.Lock()
 	p := s.pins[h.ID]
 	if p != nil {
-		if p.sampleID != h.SampleID || !p.held {
+		if p.ref.SampleID() != h.SampleID || !p.held {
 			s.mu.Unlock()
 			return nil
 		}
@@ -396,14 +402,35 @@ func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 	if s.c.isClosed() {
 		return nil // it went with the session
 	}
+	ctx, cancel := outlive(ctx)
+	defer cancel()
 	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{h.ID.String()}, Keep: keep}})
 	if err != nil && p != nil {
-		s.mu.Lock()
-		p.held = true
-		s.pins[h.ID] = p
-		s.mu.Unlock()
+		s.c.owe(s.run, h.ID.String(), keep)
 	}
 	return err
+}
+
+// pinAgain takes the store's pins again. A pin that is there is not taken twice.
+func (s *store) pinAgain(ctx context.Context) {
+	s.mu.Lock()
+	pins := maps.Clone(s.pins)
+	s.mu.Unlock()
+	for id, p := range pins {
+		_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/pins"), in: wire.Pin{Ref: p.ref, Map: s.at != nil, Handle: id.String()}, patience: time.Second})
+		if err != nil {
+			if !errors.Is(err, sluice.ErrNotFound) && ctx.Err() == nil { // it was acked meanwhile
+				s.c.log.Warn("client: can't take a pin again, whose bytes count no longer", "run", s.run, "sample", p.ref.SampleID(), "error", err)
+			}
+			continue
+		}
+		s.mu.Lock()
+		held, mapped := p.held, p.mapped
+		s.mu.Unlock()
+		if !held { // it was given back before, or is given back now
+			s.c.pay(s.run, []string{id.String()}, mapped)
+		}
+	}
 }
 
 // unmap is the end of a mapping or, where there is none, of tensors that were fetched.
@@ -434,7 +461,7 @@ func (s *store) forget(id sluice.HandleID) {
 	defer cancel()
 	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{id.String()}}, patience: time.Second})
 	if err != nil {
-		s.c.owe(s.run, id.String())
+		s.c.owe(s.run, id.String(), false)
 	}
 }
 
@@ -445,6 +472,8 @@ func (s *store) Abort(ctx context.Context, ref sluice.Ref) error {
 	if ref.IsZero() || ref.StoreURI() != s.info.URI {
 		return nil
 	}
+	ctx, cancel := outlive(ctx)
+	defer cancel()
 	return s.c.call(ctx, call{method: http.MethodPost, path: s.path("/abort"), in: wire.Abort{Ref: ref}})
 }
 

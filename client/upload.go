@@ -50,6 +50,9 @@ func (s *store) upload(ctx context.Context, ref sluice.Ref, layout *safetensors.
 			s.takeBack(ctx, ref)
 			return err
 		}
+		if err := s.c.open(); err != nil {
+			return err
+		}
 	}
 }
 
