@@ -29,6 +29,7 @@ type call struct {
 	in, out      any    // bodies in JSON, or nil
 	wait         time.Duration
 	patience     time.Duration // the client's if 0, none below
+	sent         *time.Time    // is set to when the last attempt began, unless it is nil
 	last         bool          // it is the one that ends the session: all others end with the client
 }
 
@@ -101,6 +102,9 @@ func (c *Client) unavailable(err error, waited time.Duration) error {
 }
 
 func (c *Client) attempt(ctx context.Context, k *call, id string, body []byte) error {
+	if k.sent != nil {
+		*k.sent = time.Now()
+	}
 	ctx, cancel := context.WithTimeout(ctx, k.wait+answerTime)
 	defer cancel()
 	req, err := c.request(ctx, k.method, k.path, id)

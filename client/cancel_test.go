@@ -176,11 +176,18 @@ func TestAPutThatWaitsAsksItsCallerAndIsNeverGivenUpUnderWay(t *testing.T) {
 	}
 }
 
-func TestDeadlinesAreByTheClientsClock(t *testing.T) {
+func TestDeadlinesAreByTheClientsClockAndNeverTooLate(t *testing.T) {
 	t.Parallel()
 	f := newFake(t)
 	lease := wire.Lease{ID: sluice.NewLeaseID(), Ref: queuetest.NewRef("file:///elsewhere", "r1", "s-1", 10, nil), TimeLeftSeconds: 12.5}
-	f.onEach("POST /v1/runs/r1/acquire", says(wire.Delivery{Leases: []wire.Lease{lease}}))
+	const waited, slow = 20 * time.Millisecond, 100 * time.Millisecond
+	var given time.Time
+	f.onEach("POST /v1/runs/r1/acquire", func(w http.ResponseWriter, _ *http.Request) {
+		time.Sleep(waited)
+		given = time.Now()
+		time.Sleep(slow) // on its way
+		answer(w, http.StatusOK, wire.Delivery{Leases: []wire.Lease{lease}, WaitedSeconds: wire.SecondsOf(waited)})
+	})
 	q := opened(t, dialed(t, f, nil)).Queue()
 	for _, wait := range []time.Duration{0, time.Second} {
 		before := time.Now()
@@ -189,7 +196,7 @@ func TestDeadlinesAreByTheClientsClock(t *testing.T) {
 			t.Fatal(err)
 		}
 		l := d.Leases[0]
-		if l.TimeLeft != 12500*time.Millisecond || l.Deadline.Before(before.Add(l.TimeLeft)) || l.Deadline.After(time.Now().Add(l.TimeLeft)) || l.Consumer != "ann" {
+		if l.TimeLeft != 12500*time.Millisecond || l.Deadline.Before(before.Add(waited+l.TimeLeft)) || l.Deadline.After(given.Add(l.TimeLeft)) || l.Consumer != "ann" {
 			t.Errorf("got %+v", l)
 		}
 	}

@@ -27,7 +27,8 @@
 //
 // # Time
 //
-// Leases come with the time they have left. Their Deadline is by this host's clock, which need not agree with the service's.
+// Leases come with the time they have left. Their Deadline is by this host's clock, which need not agree with the service's, and counts from when they were asked for and
+// the time that the service says it waited: it is never too late, however long the answer was under way.
 //
 // # Errors
 //

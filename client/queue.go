@@ -132,22 +132,20 @@ func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.De
 // acquire is one slice.
 func (q *queue) acquire(ctx context.Context, in *wire.Acquire) (sluice.Delivery, error) {
 	var out wire.Delivery
-	received := time.Now()
-	err := q.post(ctx, "/acquire", in, &out, in.WaitSeconds.Duration())
+	var sent time.Time
+	err := q.c.call(ctx, call{method: http.MethodPost, path: runPath(q.run, "/acquire"), in: in, out: &out, wait: in.WaitSeconds.Duration(), sent: &sent})
 	if err != nil {
 		if ctx.Err() != nil {
 			q.handBack(ctx, *in)
 		}
 		return sluice.Delivery{}, err
 	}
-	if in.WaitSeconds > 0 {
-		received = time.Now() // the wait was before the lease began
-	}
+	given := sent.Add(out.WaitedSeconds.Duration()) // or later: however long the answer took, no lease is thought to live when it does not
 	d := sluice.Delivery{End: out.End, Cause: out.Cause.Err()}
 	for _, l := range out.Leases {
 		left := l.TimeLeftSeconds.Duration()
 		d.Leases = append(d.Leases, sluice.Lease{
-			ID: l.ID, Ref: l.Ref, Consumer: in.Consumer.Name, Deadline: received.Add(left), TimeLeft: left, Redelivery: l.Redelivery, Window: l.Window,
+			ID: l.ID, Ref: l.Ref, Consumer: in.Consumer.Name, Deadline: given.Add(left), TimeLeft: left, Redelivery: l.Redelivery, Window: l.Window,
 		})
 	}
 	return d, nil

@@ -288,11 +288,16 @@ func (s *Service) itemProblem(err error) *wire.Problem {
 func (s *Service) acquire(ctx context.Context, c *call, in *wire.Acquire) (*wire.Delivery, error) {
 	who := sluice.Consumer(in.Consumer)
 	c.session.consumes(c.run, who)
+	began := s.now()
 	d, err := c.run.q.Acquire(ctx, sluice.AcquireRequest{Consumer: who, Max: in.Max, Wait: in.WaitSeconds.Duration(), Ahead: in.Ahead, RequestID: in.RequestID})
 	if err != nil {
 		return nil, err
 	}
 	out := &wire.Delivery{Leases: make([]wire.Lease, len(d.Leases)), End: d.End}
+	if len(d.Leases) > 0 {
+		l := &d.Leases[0]
+		out.WaitedSeconds = wire.SecondsOf(max(0, l.Deadline.Add(-l.TimeLeft).Sub(began)))
+	}
 	for i := range d.Leases {
 		l := &d.Leases[i]
 		if s.faults.strikes(FreeEarly) {

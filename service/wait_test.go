@@ -118,6 +118,26 @@ func TestAReservationThatIsAskedForAgainIsTheSame(t *testing.T) {
 	}
 }
 
+func TestADeliverySaysHowLongItWaited(t *testing.T) {
+	t.Parallel()
+	b, clock := clocked(t, Options{})
+	b.create("r1")
+	got := make(chan wire.Delivery)
+	go func() {
+		got <- do[wire.Delivery](b, "POST", "/v1/runs/r1/acquire", wire.Acquire{Consumer: trainer, WaitSeconds: 60})
+	}()
+	b.poll("the wait", func() bool { return b.status("r1").ConsumersWaiting == 1 })
+	clock.Advance(7 * time.Second)
+	b.put("r1", "s-1")
+	if d := <-got; len(d.Leases) != 1 || d.WaitedSeconds != 7 {
+		t.Errorf("%+v", d)
+	}
+	b.put("r1", "s-2")
+	if d := do[wire.Delivery](b, "POST", "/v1/runs/r1/acquire", wire.Acquire{Consumer: trainer}); len(d.Leases) != 1 || d.WaitedSeconds != 0 {
+		t.Errorf("without a wait: %+v", d)
+	}
+}
+
 // The first size waits at the gate, the others come along only if they need not.
 func TestAReservationWaitsForItsFirst(t *testing.T) {
 	t.Parallel()

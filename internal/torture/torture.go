@@ -152,6 +152,16 @@ func (r *rack) start(name string, args ...string) (*process, error) {
 	return p, nil
 }
 
+// lastWord is the last line of a process's log.
+func (r *rack) lastWord(name string) string {
+	data, err := os.ReadFile(filepath.Join(r.dir, name+".log"))
+	if err != nil {
+		return err.Error()
+	}
+	text := strings.TrimSpace(string(data))
+	return text[strings.LastIndexByte(text, '\n')+1:]
+}
+
 func (p *process) signal(s os.Signal) error {
 	if err := p.cmd.Process.Signal(s); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
@@ -349,7 +359,7 @@ func (r *rack) startService(ctx context.Context) error {
 		}
 		select {
 		case <-p.done:
-			return fmt.Errorf("the service ended at its start: %w; its log is %s", p.err, filepath.Join(r.dir, "service.log"))
+			return fmt.Errorf("the service ended at its start: %w: %s", p.err, r.lastWord("service"))
 		case <-time.After(10 * time.Millisecond):
 		case <-ctx.Done():
 			return context.Cause(ctx)
@@ -381,7 +391,7 @@ func (r *rack) keep(ctx context.Context, name string, remote bool, until time.Ti
 			return nil
 		}
 		if status, ok := p.cmd.ProcessState.Sys().(syscall.WaitStatus); !ok || !status.Signaled() {
-			return fmt.Errorf("%s failed: %w; its log is %s", name, p.err, filepath.Join(r.dir, name+".log"))
+			return fmt.Errorf("%s failed: %w: %s", name, p.err, r.lastWord(name))
 		}
 	}
 }
@@ -595,7 +605,7 @@ func (r *rack) close(ctx context.Context) error {
 	select {
 	case <-r.service.done:
 	case <-time.After(30 * time.Second):
-		return fmt.Errorf("the service did not stop within 30 s of SIGTERM; its log is %s", filepath.Join(r.dir, "service.log"))
+		return fmt.Errorf("the service did not stop within 30 s of SIGTERM: %s", r.lastWord("service"))
 	}
 	return r.service.err
 }

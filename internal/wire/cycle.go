@@ -114,6 +114,8 @@ type Delivery struct {
 	Leases []Lease  `json:"leases"`
 	End    bool     `json:"end" doc:"The stream is over for this consumer."`
 	Cause  *Problem `json:"cause,omitempty" doc:"Why the run was closed, if that was not its regular end."`
+	// The leases run from then: who knows when it asked knows a time that is not too late for them.
+	WaitedSeconds Seconds `json:"waited_seconds,omitempty" doc:"How long the call had waited when the leases were given."`
 }
 
 // Lease is [sluice.Lease].
