@@ -56,10 +56,9 @@ type Ref struct {
 	d *refData
 }
 
-type refData struct {
-	f     RefFields
-	canon string
-}
+// refData shares with refs that were made before it what is the same in both; see [RefFields.shrink]. The canonical form is not kept, since it takes more than all the rest: it is written when it
+// is asked for.
+type refData struct{ f RefFields }
 
 var noRef refData
 
@@ -71,30 +70,23 @@ func (r Ref) data() *refData {
 }
 
 // NewRef checks the fields and returns the ref made of a deep copy of them.
-func NewRef(f RefFields) (Ref, error) {
-	f.Features = slices.Clone(f.Features)
-	for i := range f.Features {
-		f.Features[i].Shape = slices.Clone(f.Features[i].Shape)
-	}
-	f.Attributes = maps.Clone(f.Attributes)
-	return newRef(f, "")
-}
+func NewRef(f RefFields) (Ref, error) { return newRef(f, MaxRefBytes+1) }
 
-// newRef takes ownership of f. If the canonical form is text, no other copy of it is kept.
-func newRef(f RefFields, text string) (Ref, error) {
+// newRef is NewRef for fields whose canonical form has most bytes at most.
+func newRef(f RefFields, most int) (Ref, error) {
 	if err := f.validate(); err != nil {
 		return Ref{}, err
 	}
-	b := canonBuffers.Get().(*[]byte)
-	defer canonBuffers.Put(b)
-	*b = f.appendCanonical((*b)[:0])
-	if len(*b) > MaxRefBytes {
-		return Ref{}, refError(f.SampleID, "", fmt.Sprintf("is %d bytes in canonical form, at most %d are allowed", len(*b), MaxRefBytes))
+	if most > MaxRefBytes {
+		b := canonBuffers.Get().(*[]byte)
+		*b = f.appendCanonical((*b)[:0])
+		n := len(*b)
+		canonBuffers.Put(b)
+		if n > MaxRefBytes {
+			return Ref{}, refError(f.SampleID, "", fmt.Sprintf("is %d bytes in canonical form, at most %d are allowed", n, MaxRefBytes))
+		}
 	}
-	if string(*b) != text {
-		text = string(*b)
-	}
-	return Ref{d: &refData{f: f, canon: text}}, nil
+	return Ref{d: f.shrink()}, nil
 }
 
 var canonBuffers = sync.Pool{New: func() any { return new([]byte) }}
@@ -287,7 +279,7 @@ func (r Ref) FeatureNames() []string {
 func (r Ref) Features() iter.Seq[RefFeature] {
 	return func(yield func(RefFeature) bool) {
 		for _, f := range r.data().f.Features {
-			f.Shape = slices.Clone(f.Shape)
+			f.Key, f.Shape = r.d.f.key(&f), slices.Clone(f.Shape)
 			if !yield(f) {
 				return
 			}
@@ -299,7 +291,7 @@ func (r Ref) Features() iter.Seq[RefFeature] {
 func (r Ref) Feature(name string) (RefFeature, bool) {
 	for _, f := range r.data().f.Features {
 		if f.Name == name {
-			f.Shape = slices.Clone(f.Shape)
+			f.Key, f.Shape = r.d.f.key(&f), slices.Clone(f.Shape)
 			return f, true
 		}
 	}
@@ -336,11 +328,19 @@ func (r Ref) Fields() RefFields {
 }
 
 // Equal reports whether both refs say the same in every field.
-func (r Ref) Equal(s Ref) bool { return r.d == s.d || r.data().canon == s.data().canon }
+func (r Ref) Equal(s Ref) bool { return r.d == s.d || r.data().f.equal(&s.data().f) }
 
 // Canonical returns the canonical JSON of the ref: fixed field order, sorted attributes, no spaces, byte for byte the same from Go and
 // from Python. It is "" for the zero Ref.
-func (r Ref) Canonical() string { return r.data().canon }
+func (r Ref) Canonical() string {
+	if r.IsZero() {
+		return ""
+	}
+	b := canonBuffers.Get().(*[]byte)
+	defer canonBuffers.Put(b)
+	*b = r.d.f.appendCanonical((*b)[:0])
+	return string(*b)
+}
 
 // String shows the ref in a few words for logs.
 func (r Ref) String() string {
@@ -352,7 +352,10 @@ func (r Ref) MarshalJSON() ([]byte, error) {
 	if r.IsZero() {
 		return nil, &Error{Kind: Invalid, Op: "ref", Detail: "the zero Ref has no JSON form"}
 	}
-	return []byte(r.d.canon), nil
+	b := canonBuffers.Get().(*[]byte)
+	defer canonBuffers.Put(b)
+	*b = r.d.f.appendCanonical((*b)[:0])
+	return slices.Clone(*b), nil
 }
 
 // UnmarshalJSON is [ParseRef].
@@ -391,7 +394,13 @@ func (f *RefFields) appendCanonical(b []byte) []byte {
 		}
 		b = append(b, `{"name":`...)
 		b = appendString(b, ft.Name)
-		str("key", ft.Key)
+		if ft.Key == "" { // see shrink
+			b = append(b, `,"key":"`...)
+			b = append(append(append(b, f.SampleID...), '/'), ft.Name...) // neither needs an escape
+			b = append(b, '"')
+		} else {
+			str("key", ft.Key)
+		}
 		b = append(b, `,"shape":[`...)
 		for j, d := range ft.Shape {
 			if j > 0 {

@@ -3,14 +3,17 @@ package sluice
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
-	"unsafe"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"pgregory.net/rapid"
 )
 
@@ -346,26 +349,126 @@ func FuzzParseRef(f *testing.F) {
 }
 
 // A hundred thousand of them are kept by a queue that is full.
-func TestAParsedRefKeepsItsCanonicalFormAndNothingElse(t *testing.T) {
-	t.Parallel()
-	canonical := goldenRefs(t)["eagle3.json"]
-	r, err := ParseRef(canonical)
-	if err != nil {
-		t.Fatal(err)
+func TestParsedRefsShareWhatIsTheSame(t *testing.T) {
+	f := testFields()
+	const n = 5000
+	refs := make([]Ref, n)
+	live := func() uint64 {
+		var m runtime.MemStats
+		runtime.GC()
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc
 	}
-	canonical = []byte(r.Canonical())
-	for name, text := range map[string][]byte{"canonical": canonical, "with spaces": append([]byte("  "), canonical...)} {
-		r, err := ParseRef(text)
-		if err != nil {
-			t.Fatal(err)
-		}
-		begin := uintptr(unsafe.Pointer(unsafe.StringData(r.Canonical())))
-		for _, s := range []string{r.SampleID(), r.RunID(), r.StoreURI(), r.Fields().Features[0].Name} {
-			if at := uintptr(unsafe.Pointer(unsafe.StringData(s))); at < begin || at >= begin+uintptr(len(r.Canonical())) {
-				t.Errorf("%s: %q is no part of the canonical form", name, s)
+	for name, most := range map[string]uint64{"the same shapes": 400, "other shapes": 1200} {
+		before := live()
+		for i := range refs {
+			id := fmt.Sprintf("shard-%03d-row-%07d", i/100, i)
+			for j := range f.Features {
+				ft := &f.Features[j]
+				ft.Key = id + "/" + ft.Name
+				if name == "other shapes" {
+					ft.Shape = slices.Clone(ft.Shape)
+					ft.Shape[len(ft.Shape)-1] = int64(1 + i%97)
+				}
+			}
+			f.SampleID, f.Generation = id, NewGeneration()
+			f.EstimatedBytes, _ = SumBytes(f.Features)
+			r, err := NewRef(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if refs[i], err = ParseRef([]byte(r.Canonical())); err != nil {
+				t.Fatal(err)
 			}
 		}
+		if each := (live() - before) / n; each > most {
+			t.Errorf("%s: a ref takes %d bytes, want at most %d", name, each, most)
+		}
+		clear(refs)
 	}
+}
+
+// Whatever refs share, each says what it was made of.
+func TestRefsThatShareSayWhatTheyWereMadeOf(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var refs []Ref
+		var fields []RefFields
+		for range rapid.IntRange(2, 12).Draw(t, "refs") {
+			f := testFields()
+			few := func(of string) string { return of + rapid.SampledFrom([]string{"", "1", "2"}).Draw(t, of) }
+			f.SampleID, f.Generation, f.RunID, f.StoreURI = few("id"), few("gen"), few("run"), few("mem:x")
+			f.Algorithm, f.TargetModelVersion, f.DraftWeightVersion = Algorithm(few("alg")), few("t"), few("d")
+			switch rapid.IntRange(0, 3).Draw(t, "attributes") {
+			case 0:
+				f.Attributes = nil
+			case 1:
+				f.Attributes = map[string]string{}
+			case 2:
+				f.Attributes = map[string]string{few("a"): few("v"), "b": few("w")}
+			}
+			f.Features = f.Features[:rapid.IntRange(1, len(f.Features)).Draw(t, "features")]
+			for i := range f.Features {
+				ft := &f.Features[i]
+				ft.Shape = slices.Clone(ft.Shape)
+				switch rapid.IntRange(0, 5).Draw(t, "feature") {
+				case 0:
+					ft.Shape = append(ft.Shape, int64(rapid.IntRange(1, 2).Draw(t, "axis")))
+				case 1:
+					ft.Name = ft.Name + "x"
+				case 2:
+					ft.Key = rapid.SampledFrom([]string{"k", "id/", "id1/" + ft.Name, "/" + ft.Name}).Draw(t, "key")
+				case 3:
+					ft.Shape = nil
+				default:
+					ft.Key = f.SampleID + "/" + ft.Name
+				}
+			}
+			var err error
+			if f.EstimatedBytes, err = SumBytes(f.Features); err != nil {
+				t.Fatal(err)
+			}
+			r, err := NewRef(f)
+			if err == nil && rapid.Bool().Draw(t, "parsed") {
+				r, err = ParseRef([]byte(r.Canonical()))
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			was := f
+			was.Features, was.Attributes = slices.Clone(f.Features), maps.Clone(f.Attributes)
+			for i := range was.Features {
+				was.Features[i].Shape = slices.Clone(f.Features[i].Shape)
+			}
+			refs, fields = append(refs, r), append(fields, was)
+			for i := range f.Features { // what the caller does with it later is its own affair
+				for j := range f.Features[i].Shape {
+					f.Features[i].Shape[j] = 77
+				}
+				f.Features[i].Key = "changed"
+			}
+			for k := range f.Attributes {
+				f.Attributes[k] = "changed"
+			}
+		}
+		for i, r := range refs {
+			if d := cmp.Diff(fields[i], r.Fields(), cmpopts.EquateEmpty()); d != "" {
+				t.Fatalf("ref %d: -was +is\n%s", i, d)
+			}
+			for _, ft := range fields[i].Features {
+				if got, ok := r.Feature(ft.Name); !ok || got.Key != ft.Key || !got.Equal(ft.Spec) {
+					t.Fatalf("ref %d: feature %q is %+v, want %+v", i, ft.Name, got, ft)
+				}
+			}
+			if again, err := ParseRef([]byte(r.Canonical())); err != nil || again.Canonical() != r.Canonical() {
+				t.Fatalf("ref %d: %v\n%s", i, err, r.Canonical())
+			}
+			for j, s := range refs {
+				if got, want := r.Equal(s), r.Canonical() == s.Canonical(); got != want {
+					t.Fatalf("refs %d and %d: equal is %v, want %v", i, j, got, want)
+				}
+			}
+		}
+	})
 }
 
 func BenchmarkRef(b *testing.B) {

@@ -14,21 +14,11 @@ func ParseRef(data []byte) (Ref, error) {
 	if len(data) > 4*MaxRefBytes { // spacing and escapes may lengthen the canonical form, within reason
 		return Ref{}, &Error{Kind: Invalid, Op: "ref: parse", Detail: fmt.Sprintf("is %d bytes, at most %d are allowed", len(data), 4*MaxRefBytes)}
 	}
-	// The strings of a ref are parts of its text, which is kept anyway if it is canonical, as that of a ref on its way is.
-	text := string(data)
-	f, err := parseRef(text)
+	f, err := parseRef(string(data)) // the strings are parts of one copy, which the ref does not keep
 	if err != nil {
 		return Ref{}, err
 	}
-	r, err := newRef(f, text)
-	if err != nil || r.d.canon == text {
-		return r, err
-	}
-	text = r.d.canon // or both would be kept
-	if f, err = parseRef(text); err != nil {
-		return Ref{}, err
-	}
-	return newRef(f, text)
+	return newRef(f, len(data)) // nothing of the canonical form can be said with fewer bytes
 }
 
 func parseRef(text string) (RefFields, error) {

@@ -337,7 +337,7 @@ func TestWhatASchemaRemembersChangesNoAnswer(t *testing.T) {
 			return f
 		}
 		for range 20 {
-			r, err := newRef(edit(f, rapid.IntRange(0, 12).Draw(t, "how"), rapid.IntRange(0, 30).Draw(t, "which")), "")
+			r, err := NewRef(edit(f, rapid.IntRange(0, 12).Draw(t, "how"), rapid.IntRange(0, 30).Draw(t, "which")))
 			if err != nil {
 				t.Fatal(err)
 			}
