@@ -19,8 +19,12 @@ type Folder struct {
 	lock *os.File
 }
 
-// New sweeps the directory and makes a folder in it, whose name begins with the prefix.
+// New sweeps the directory and makes a folder in it, whose name begins with the prefix. Its path is absolute.
 func New(where, prefix string) (*Folder, error) {
+	where, err := filepath.Abs(where)
+	if err != nil {
+		return nil, err
+	}
 	if err := Sweep(where, prefix); err != nil {
 		return nil, err
 	}
@@ -30,7 +34,6 @@ func New(where, prefix string) (*Folder, error) {
 		return nil, err
 	}
 	f := &Folder{Path: fresh}
-	var err error
 	if f.lock, err = Lock(fresh); err != nil {
 		return nil, errors.Join(err, f.Remove())
 	}
