@@ -17,6 +17,8 @@ type Options struct {
 	// StoreDir holds the samples. If empty, it is a directory in /dev/shm when that has room for twice MaxBytes, and one in StateDir otherwise; where
 	// samples lie already, it stays.
 	StoreDir string
+	// AbandonSamples lets the service start with another store than its runs' samples are in; they become dead letters without bytes.
+	AbandonSamples bool
 	// MaxBytes is what the caps of all runs may add up to; 8 GiB.
 	MaxBytes int64
 	// Durability says what survives once a call was answered: the death of any process, or a power cut too.

@@ -26,8 +26,10 @@ type registry struct {
 
 // registered is what the registry's records add up to.
 type registered struct {
-	storeID string
-	runs    map[string]*entry
+	storeID   string
+	storeDir  string // where it was
+	storeDisk bool   // and whether that was a disk: what is in memory may be gone with it
+	runs      map[string]*entry
 }
 
 // entry is a run in the registry.
@@ -42,6 +44,8 @@ type entry struct {
 type record struct {
 	T       string        `json:"t"` // store, create, change, delete, deleted
 	StoreID string        `json:"store_id,omitempty"`
+	Dir     string        `json:"dir,omitempty"`
+	Disk    bool          `json:"disk,omitempty"`
 	RunID   string        `json:"run_id,omitempty"`
 	At      time.Time     `json:"at,omitzero"`
 	Spec    *wire.RunSpec `json:"spec,omitempty"`
@@ -77,7 +81,7 @@ func (g *registry) open(ctx context.Context) error {
 func (s *registered) apply(r *record) error {
 	switch r.T {
 	case "store":
-		s.storeID = r.StoreID
+		s.storeID, s.storeDir, s.storeDisk = r.StoreID, r.Dir, r.Disk
 		return nil
 	case "create":
 		if r.Spec == nil {
@@ -129,7 +133,7 @@ func (g *registry) write(ctx context.Context, r record) error {
 }
 
 func (g *registry) compact(ctx context.Context) error {
-	snapshot := []record{{T: "store", StoreID: g.storeID}}
+	snapshot := []record{{T: "store", StoreID: g.storeID, Dir: g.storeDir, Disk: g.storeDisk}}
 	for id, e := range g.runs {
 		snapshot = append(snapshot, record{T: "create", RunID: id, At: e.created, Spec: &e.spec})
 		if differs(&e.spec, &e.now) != "" {

@@ -30,7 +30,10 @@ type root struct {
 	disk bool // it lies on a disk: sample files carry checksums
 }
 
-const memoryDir = "/dev/shm"
+const (
+	memoryDir = "/dev/shm"
+	idName    = "id"
+)
 
 // chooseRoot is where the samples go if nobody says where: into memory if there is room for twice the cap, else beside the state. Where they lie already, they stay.
 func chooseRoot(o *Options, memory string) (dir, why string) {
@@ -38,7 +41,7 @@ func chooseRoot(o *Options, memory string) (dir, why string) {
 	sum := sha256.Sum256([]byte(o.StateDir))
 	inMemory := filepath.Join(memory, fmt.Sprintf("sluice-%d", os.Geteuid()), hex.EncodeToString(sum[:8]))
 	for _, dir := range []string{beside, inMemory} {
-		if _, err := os.Lstat(filepath.Join(dir, "id")); err == nil {
+		if _, err := os.Lstat(filepath.Join(dir, idName)); err == nil {
 			return dir, "it holds this service's store already"
 		}
 	}
@@ -111,7 +114,7 @@ func (r *root) prepare() error {
 	return nil
 }
 
-func (r *root) idFile() string               { return filepath.Join(r.dir, "id") }
+func (r *root) idFile() string               { return filepath.Join(r.dir, idName) }
 func (r *root) runDir(run string) string     { return filepath.Join(r.dir, "runs", run) }
 func (r *root) stagingDir(run string) string { return filepath.Join(r.dir, "staging", run) }
 

@@ -191,6 +191,59 @@ func TestAStoreOfAnotherStateIsNotTouched(t *testing.T) {
 	}
 }
 
+func TestAForgottenStoreIsRefusedAndCostsNothing(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	b.put("r1", "s-1")
+	b.stop()
+	// On a disk that is not mounted, and with another directory than before: both are refused, and nothing is touched.
+	away := b.o.StoreDir + "-away"
+	other := b.o
+	other.StoreDir = t.TempDir() + "/other"
+	for _, c := range []struct {
+		name    string
+		o       Options
+		unmount bool
+		says    string
+	}{
+		{"another directory", other, false, "the samples of its 1 runs are in " + b.o.StoreDir},
+		{"not mounted", b.o, true, "is its disk mounted?"},
+		{"another directory, and not mounted", other, true, "is its disk mounted?"},
+	} {
+		if c.unmount {
+			if err := os.Rename(b.o.StoreDir, away); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := Open(t.Context(), c.o); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), c.says) || !strings.Contains(err.Error(), "--abandon-samples") {
+			t.Errorf("%s: %v", c.name, err)
+		}
+		if c.unmount {
+			if err := os.Rename(away, b.o.StoreDir); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	asked := b.o.StoreDir
+	b.o.StoreDir = "" // forgotten: it is where it was
+	b.start()
+	b.waitReady()
+	if got := b.s.StoreDir(); got != asked {
+		t.Errorf("without a directory the store is %s, want %s", got, asked)
+	}
+	if st := b.status("r1"); st.Pending != 1 || st.Dead != 0 {
+		t.Errorf("after that: %+v", st)
+	}
+	b.stop()
+	b.o.StoreDir, b.o.AbandonSamples = other.StoreDir, true
+	b.start()
+	b.waitReady()
+	if st := b.status("r1"); st.Dead != 1 {
+		t.Errorf("abandoned on purpose: %+v", st)
+	}
+}
+
 func TestADirectoryThatOthersMayWriteToIsRefused(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir() + "/state"

@@ -98,15 +98,6 @@ func (s *Service) take(ctx context.Context) error {
 	if s.state, err = own(s.opts.StateDir, me); err != nil {
 		return err
 	}
-	dir, why := s.opts.StoreDir, "it was asked for"
-	if dir == "" {
-		dir, why = chooseRoot(&s.opts, memoryDir)
-	}
-	if s.root, err = openRoot(dir, me); err != nil {
-		return err
-	}
-	s.why = why
-	s.log.Info("store", "dir", dir, "why", why, "max_bytes", s.opts.MaxBytes)
 	if s.journals == nil {
 		if s.journals, err = openJournals(ctx, &s.opts); err != nil {
 			return err
@@ -115,10 +106,53 @@ func (s *Service) take(ctx context.Context) error {
 	if s.registry, err = openRegistry(ctx, s.journals); err != nil {
 		return err
 	}
+	dir, why, err := s.placeOfRoot()
+	if err != nil {
+		return err
+	}
+	if s.root, err = openRoot(dir, me); err != nil {
+		return err
+	}
+	s.why = why
+	s.log.Info("store", "dir", dir, "why", why, "max_bytes", s.opts.MaxBytes)
 	if err := s.claimRoot(ctx); err != nil {
 		return err
 	}
 	return s.openRuns(ctx)
+}
+
+// placeOfRoot is where the store is: where it was asked for, where it was before, or where there is room. A start that would leave samples of runs behind is refused, for a forgotten --store or
+// a disk that is not mounted must not cost them; what lay in memory that is gone is lost already.
+func (s *Service) placeOfRoot() (dir, why string, err error) {
+	g := s.registry
+	dir, why = s.opts.StoreDir, "it was asked for"
+	if dir == "" {
+		if dir, why = chooseRoot(&s.opts, memoryDir); g.storeDir != "" && (g.storeDisk || idOf(g.storeDir) == g.storeID) {
+			dir, why = g.storeDir, "it is where it was before"
+		}
+	}
+	if len(g.runs) == 0 || g.storeDir == "" || s.opts.AbandonSamples || idOf(dir) == g.storeID {
+		return dir, why, nil
+	}
+	refuse := func(detail string) (string, string, error) {
+		return "", "", &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: dir, Detail: detail, Hint: "name that directory with --store, or give up the samples in it with --abandon-samples"}
+	}
+	if idOf(g.storeDir) == g.storeID {
+		return refuse(fmt.Sprintf("is not the store of this state: the samples of its %d runs are in %s", len(g.runs), g.storeDir))
+	}
+	if g.storeDisk {
+		return refuse(fmt.Sprintf("is not the store of this state: the samples of its %d runs were in %s, and that is not there (is its disk mounted?)", len(g.runs), g.storeDir))
+	}
+	return dir, why, nil
+}
+
+// idOf is the id of the store in a directory, "" if there is none.
+func idOf(dir string) string {
+	data, err := os.ReadFile(filepath.Join(dir, idName))
+	if err != nil {
+		return "" // whatever it is, it is no store that can be used
+	}
+	return strings.TrimSpace(string(data))
 }
 
 // claimRoot makes sure that store and registry belong together.
@@ -144,9 +178,9 @@ func (s *Service) claimRoot(ctx context.Context) error {
 			Hint: "name another directory, or remove this one if its samples are not needed any more"}
 	}
 	if g.storeID != "" && len(g.runs) > 0 {
-		s.log.Warn("the store is not the one that the runs were in; their samples are lost", "store", s.root.dir, "runs", len(g.runs))
+		s.log.Warn("the store is not the one that the runs were in; their samples are lost", "store", s.root.dir, "before", g.storeDir, "runs", len(g.runs))
 	}
-	return g.write(ctx, record{T: "store", StoreID: s.root.id})
+	return g.write(ctx, record{T: "store", StoreID: s.root.id, Dir: s.root.dir, Disk: s.root.disk})
 }
 
 // openRuns opens the runs of the registry in the background, some at a time, and ends what is left of deletions.

@@ -75,6 +75,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.StringVar(&config, "config", "", "YAML `file` with settings by the names of the flags")
 	f.StringVar(&options.StateDir, "state", "", "`directory` for journals, tokens and the socket (default $XDG_STATE_HOME/sluice or ~/.local/state/sluice)")
 	f.StringVar(&options.StoreDir, "store", "", "`directory` for samples (default in /dev/shm if that has room for twice --max-bytes, else in the state directory)")
+	f.BoolVar(&options.AbandonSamples, "abandon-samples", false, "start with another store than the samples of the runs are in, and give those up")
 	f.Var(&maxBytes, "max-bytes", "what the caps of all runs may add up to, a `size`")
 	f.StringVar(&durability, "durability", "process", "what an answered call survives: the death of any `process`, or a power cut too (power)")
 	f.StringVar(&options.NATSURL, "nats-url", "", "JetStream server to keep the journals on (default one in the process, in the state directory)")
