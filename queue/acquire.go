@@ -289,8 +289,8 @@ func (q *Queue) serve(tx *txn, sh *share) {
 		q.answer(w, sluice.Delivery{Leases: leases}, nil)
 		w = sh.head // a group's other members may wait for the same, in front of w
 	}
-	// Outside windows, whoever holds leases and may end is answered when it asks, or when the queue closes.
-	if q.closed && (q.windows.on || served || sh.out == 0) {
+	// Outside windows, whoever holds leases and may end is answered when it asks, or when the queue closes; a member of a group, when others have settled what it gave back.
+	if q.closed && (q.windows.on || q.groups || served || sh.out == 0) {
 		q.endShare(sh)
 	}
 }
@@ -300,7 +300,7 @@ func (q *Queue) ended(c *consumer, member int) bool {
 	if !q.closed || q.deliverableLater(c) {
 		return false
 	}
-	return c.holds(member) || q.share(c).out == 0
+	return c.holds(member) && !c.gaveBack(member) || q.share(c).out == 0
 }
 
 // deliverableLater reports whether anything is pending that c may yet be given.

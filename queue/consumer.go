@@ -108,6 +108,19 @@ func (c *consumer) holds(member int) bool {
 	return false
 }
 
+// gaveBack reports whether the member has failed or returned a lease that others of its group still hold: that sample comes again, and to all of them.
+func (c *consumer) gaveBack(member int) bool {
+	if c.members < 2 {
+		return false
+	}
+	for l := c.first; l != nil; l = l.cnext {
+		if severity(l.group.verdicts[member]) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // trim forgets what every member has had.
 func (c *consumer) trim() {
 	least := c.base + int64(len(c.log))

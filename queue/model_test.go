@@ -496,7 +496,7 @@ func (m *model) ended(c sluice.Consumer) bool {
 	if !m.closed {
 		return false
 	}
-	pending, mine, others := len(m.backlog()), 0, 0
+	pending, mine, others, gave := len(m.backlog()), 0, 0, false
 	if m.windowed() {
 		pending += len(m.shares[c.Rank])
 	}
@@ -504,11 +504,12 @@ func (m *model) ended(c sluice.Consumer) bool {
 		if l.consumer == c.Name && (l.verdicts == nil || l.verdicts[c.Member] == "") {
 			mine++
 		}
+		gave = gave || l.consumer == c.Name && l.verdicts != nil && l.verdicts[c.Member] != "" && l.verdicts[c.Member] != sluice.Ack
 		if !m.windowed() || l.rank == c.Rank {
 			others++
 		}
 	}
-	return pending == 0 && (mine > 0 || others == 0)
+	return pending == 0 && (mine > 0 && !gave || others == 0)
 }
 
 // machine drives the queue and the model.

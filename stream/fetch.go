@@ -47,9 +47,12 @@ func (l *Loader) make() made {
 			}
 			continue
 		}
-		// A window opens as a whole, so what lacks now of the batch's window comes no more; and the next window may not open before this one is settled.
-		rest := n > 0 && l.parts[0].lease.Window != nil
-		leases, m := l.acquire(l.cfg.Batch-n, !rest)
+		// A window opens as a whole, so what lacks now of the batch's window comes no more, unless others of a group have still to pass over what this one has; and the next
+		// window may not open before this one is settled.
+		rest := n > 0 && l.parts[0].lease.Window != nil && (l.cfg.Consumer.Members < 2 || !l.owes(l.parts[0].lease, 0))
+		most := max(l.cfg.Batch-n, 1)
+		leases, m := l.acquire(most, !rest)
+		l.filled(leases, most)
 		switch {
 		case len(leases) > 0:
 		case n > 0 && (m.end || m.err == nil || errors.Is(m.err, sluice.ErrWedged)):
@@ -63,7 +66,7 @@ func (l *Loader) make() made {
 		for i, lease := range leases {
 			p, err := l.load(lease)
 			if err == nil {
-				l.parts = append(l.parts, p)
+				l.join(p)
 				l.skips = 0
 				continue
 			}
@@ -124,11 +127,54 @@ func leaseIDs(leases []sluice.Lease) []sluice.LeaseID {
 func (l *Loader) group() (n int, complete bool) {
 	for n < len(l.parts) && n < l.cfg.Batch {
 		if l.parts[n].kind != l.parts[0].kind || otherWindow(l.parts[0].lease, l.parts[n].lease) {
-			return n, true
+			return n, !l.owes(l.parts[0].lease, 0)
 		}
 		n++
 	}
-	return n, n == l.cfg.Batch
+	return n, n == l.cfg.Batch && !l.owes(l.parts[0].lease, 1)
+}
+
+// place is one in a window.
+type place struct {
+	window int64
+	slot   int
+}
+
+func placeOf(w *sluice.WindowSlot) place { return place{w.Number, w.Slot} }
+
+// owes reports whether the queue owes a place in the window that is so many before the lease's, or in an earlier one.
+func (l *Loader) owes(lease sluice.Lease, before int64) bool {
+	for p := range l.owing {
+		if lease.Window != nil && p.window <= lease.Window.Number-before {
+			return true
+		}
+	}
+	return false
+}
+
+// filled notes which places the answer to an acquire fills. A consumer by itself is given what there is for them first, so that what it is not given then comes no more: as a
+// stand-in that failed too often.
+func (l *Loader) filled(leases []sluice.Lease, asked int) {
+	all := len(leases) == asked
+	for i := range leases {
+		if w := leases[i].Window; w == nil || !l.owing[placeOf(w)] {
+			all = false
+		} else {
+			delete(l.owing, placeOf(w))
+		}
+	}
+	if !all && l.cfg.Consumer.Members < 2 {
+		clear(l.owing)
+	}
+}
+
+// join puts a part behind those of its window and of earlier ones.
+func (l *Loader) join(p *piece) {
+	at := len(l.parts)
+	for at > 0 && p.lease.Window != nil && l.parts[at-1].lease.Window != nil && l.parts[at-1].lease.Window.Number > p.lease.Window.Number {
+		at--
+	}
+	l.parts = slices.Insert(l.parts, at, p)
 }
 
 func otherWindow(a, b sluice.Lease) bool {
@@ -298,6 +344,11 @@ func (l *Loader) giveUp(leases []sluice.Lease, cause error) error {
 	}
 	if err := l.settle(l.ctx, leaseIDs(leases), v, cause.Error()); err != nil {
 		return errors.Join(cause, err)
+	}
+	for i := range leases {
+		if w := leases[i].Window; w != nil && (!w.Pad || v != sluice.FailPermanent) { // the place of such a stand-in stays empty
+			l.owing[placeOf(w)] = true
+		}
 	}
 	ref := leases[0].Ref
 	l.skips++

@@ -106,6 +106,8 @@ type Loader struct {
 	kinds int  // times that id changed
 	ackOK bool // the run declares what Ack needs
 	skips int
+	// Places of windows whose samples were passed over: the queue fills each again, ahead of all later windows. In a group it does when all members have passed over it.
+	owing map[place]bool
 
 	mu       sync.Mutex // guards what follows
 	held     map[sluice.LeaseID]*hold
@@ -259,7 +261,7 @@ func NewLoader(cfg LoaderConfig) (*Loader, error) {
 		call:    make(chan struct{}, 1),
 		permits: make(chan struct{}, cfg.Prefetch+1), ready: make(chan made, cfg.Prefetch+1),
 		wake: make(chan struct{}, 1),
-		held: map[sluice.LeaseID]*hold{},
+		held: map[sluice.LeaseID]*hold{}, owing: map[place]bool{},
 	}
 	l.ctx, l.cancel = context.WithCancelCause(context.Background())
 	return l, nil

@@ -657,3 +657,149 @@ func TestAWindowEndsABatchThatItsShareDoesNotFill(t *testing.T) {
 		}
 	})
 }
+
+// Batches are those of the windows, for all members of a group, also where a sample is passed over: what comes in its place is there at once for a consumer by itself and
+// for the last member of a group, and for the others only when that one has passed over it too.
+func TestBatchesKeepTheirWindowsWhereASampleIsPassedOver(t *testing.T) {
+	t.Parallel()
+	for form := range 24 {
+		members, batch, bad, first := 1+form%2, 2+form/2%2, form/4%3, form/12
+		synctest.Test(t, func(t *testing.T) {
+			s := sim{rows: []int{3, 4, 5, 6, 7, 8}, workers: 1, loaders: 1, members: members, batch: batch, pulls: 1, prefetch: -1, ack: stream.AckOnStep,
+				cfg: sluice.RunConfig{RunID: "r", LargestSample: 8 * tokenBytes, Caps: sluice.Caps{MaxSamples: 20}, Windows: &sluice.Windows{Ranks: 1, PerRank: 3, Prefetch: 1}}}
+			ctx := t.Context()
+			r, err := s.open(ctx, nil, func(stream.Event) {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+			samples, err := r.store.Samples(ctx)
+			if err != nil {
+				t.Fatal(err)
+			}
+			slices.SortFunc(samples, func(a, b sluice.SampleInfo) int { return strings.Compare(a.Ref.SampleID(), b.Ref.SampleID()) })
+			store := &rotten{Store: r.store, bad: []string{samples[bad].Ref.SampleID()}}
+			loaders := make([]*stream.Loader, members)
+			for i := range loaders {
+				if loaders[i], err = r.loader(i, r.queue, store); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want := []string{"0 0", "0", "1 1", "1"} // windows
+			if batch == 3 {
+				want = []string{"0 0 0", "1 1 1"}
+			}
+			for _, want := range append(want, "EOF") {
+				got, ids := make([]string, members), make([]string, members)
+				var all sync.WaitGroup
+				for k := range loaders {
+					i := (k + first) % members
+					all.Go(func() {
+						b, err := loaders[i].Next(ctx)
+						if err != nil {
+							got[i] = err.Error()
+							return
+						}
+						for _, x := range b.Samples {
+							got[i] += fmt.Sprint(x.Window.Number, " ")
+							ids[i] += fmt.Sprint(x.Ref.SampleID(), " ", x.Pad, " ")
+						}
+					})
+					synctest.Wait() // the other member comes later
+				}
+				all.Wait()
+				for i := range loaders {
+					if strings.TrimSpace(got[i]) != want || ids[i] != ids[0] {
+						t.Errorf("members %d, batch %d, bad %d: member %d has %q (%s), want %q; the first has %s", members, batch, bad, i, got[i], ids[i], want, ids[0])
+					}
+				}
+				for _, l := range loaders {
+					if err := l.Step(ctx); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			for _, l := range loaders {
+				if err := l.Close(ctx); err != nil {
+					t.Error(err)
+				}
+			}
+			if n, err := r.queue.Drop(ctx, store.bad...); n != 1 || err != nil {
+				t.Errorf("%d dead letters, %v", n, err)
+			}
+			if _, err := r.end(ctx); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// fading is a store whose samples can be read once.
+type fading struct {
+	sluice.Store
+	err  error
+	mu   sync.Mutex
+	read map[string]bool
+}
+
+func (s *fading) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error) {
+	s.mu.Lock()
+	faded := s.read[ref.SampleID()]
+	s.read[ref.SampleID()] = true
+	s.mu.Unlock()
+	if faded {
+		return nil, s.err
+	}
+	return s.Store.Get(ctx, ref)
+}
+
+// A place that nothing can fill keeps nobody: no batch waits for it, and no more is fetched in its stead.
+func TestAPlaceThatStaysEmptyIsNotWaitedFor(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []sluice.Kind{sluice.Corrupt, sluice.NotFound} {
+		synctest.Test(t, func(t *testing.T) {
+			s := sim{rows: []int{3, 4, 5, 6, 7, 8}, workers: 1, loaders: 1, members: 1, batch: 2, pulls: 1, prefetch: -1, ack: stream.AckOnStep,
+				cfg: sluice.RunConfig{RunID: "r", LargestSample: 8 * tokenBytes, Caps: sluice.Caps{MaxSamples: 20}, Windows: &sluice.Windows{Ranks: 1, PerRank: 2, Prefetch: 2}}}
+			ctx := t.Context()
+			r, err := s.open(ctx, nil, func(stream.Event) {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+			samples, err := r.store.Samples(ctx)
+			if err != nil {
+				t.Fatal(err)
+			}
+			slices.SortFunc(samples, func(a, b sluice.SampleInfo) int { return strings.Compare(a.Ref.SampleID(), b.Ref.SampleID()) })
+			l, err := r.loader(0, r.queue, &fading{Store: r.store, err: &sluice.Error{Kind: kind}, read: map[string]bool{samples[0].Ref.SampleID(): true}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			start := time.Now()
+			for i, want := range []int{1, 2, 2} {
+				b, err := l.Next(ctx)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if len(b.Samples) != want || b.Samples[0].Window.Number != int64(i) || l.Stats().Held > 2 || time.Since(start) > 0 {
+					t.Errorf("batch %d has %d samples of window %d, and %d are held after %v; want %d, and 2 at most", i, len(b.Samples), b.Samples[0].Window.Number, l.Stats().Held, time.Since(start), want)
+				}
+				if err := l.Step(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if _, err := l.Next(ctx); !errors.Is(err, io.EOF) {
+				t.Errorf("in the end: %v", err)
+			}
+			if err := l.Close(ctx); err != nil {
+				t.Error(err)
+			}
+			if _, err := r.queue.Drop(ctx, samples[0].Ref.SampleID()); err != nil {
+				t.Error(err)
+			}
+			if _, err := r.end(ctx); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
