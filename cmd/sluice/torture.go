@@ -41,6 +41,9 @@ It ends with status 0 only if that is so.`,
 			}
 			if !o.Small {
 				status, ok, err := torture.Isolated(cmd.Context(), append(os.Args[1:], "--small"), stdout, stderr)
+				if ok && cmd.Context().Err() != nil {
+					return cmd.Context().Err()
+				}
 				if ok && err == nil && status != 0 {
 					return errSilent
 				}

@@ -15,7 +15,8 @@ import (
 
 // isolate makes cmd run in mount namespace of its own, so that it may mount a small file system and fill it, and nobody else sees that. Who is not root gets a user namespace with it.
 func isolate(cmd *exec.Cmd) {
-	attr := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
+	// In a group of its own: an interrupt from the terminal is for this process, which tells it once. A second one would end it the hard way.
+	attr := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL, Setpgid: true}
 	if uid := os.Geteuid(); uid != 0 {
 		attr.Cloneflags |= syscall.CLONE_NEWUSER
 		attr.UidMappings = []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}}
@@ -65,8 +66,10 @@ func usedBytes(dir string) (int64, error) {
 // supported says why this system can't be tortured, if so.
 func supported() error { return nil }
 
-// dieWithParent makes cmd die with this process.
-func dieWithParent(cmd *exec.Cmd) { cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} }
+// dieWithParent makes cmd die with this process, and by nothing that the terminal sends.
+func dieWithParent(cmd *exec.Cmd) {
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
+}
 
 func unmount(dir string) error { return unix.Unmount(dir, unix.MNT_DETACH) }
 
