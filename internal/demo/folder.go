@@ -87,3 +87,14 @@ func removeOrphaned(path, parent string, pid int) {
 		time.Sleep(20 * time.Millisecond)
 	}
 }
+
+// orphaned reports whether process pid, the parent, has died, and not merely hung up. The kernel hangs up for it a moment before.
+func orphaned(pid int) bool {
+	for range 10 {
+		if os.Getppid() != pid {
+			return true
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	return false
+}

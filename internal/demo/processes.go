@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"os/exec"
-	"runtime"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -234,21 +233,10 @@ func (s *session) process(ctx context.Context, j job, more func(kill func()) map
 	cmd.Stderr = os.Stderr // for a panic
 	cmd.ExtraFiles = []*os.File{theirs}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt from the terminal is for the parent, which ends its children
-	dieWithParent(cmd.SysProcAttr)
-	cmd.Cancel = func() error { return nil } // serve hangs up
-	cmd.WaitDelay = patience                 // from then to the kill
+	cmd.Cancel = func() error { return nil }              // serve hangs up
+	cmd.WaitDelay = patience                              // from then to the kill
 
-	started, ended := make(chan error, 1), make(chan error, 1)
-	go func() { // ends with the child
-		runtime.LockOSThread() // for the kernel the parent is the thread that starts it
-		defer runtime.UnlockOSThread()
-		err := cmd.Start()
-		started <- err
-		if err == nil {
-			ended <- cmd.Wait()
-		}
-	}()
-	err = <-started
+	err = cmd.Start()
 	_ = theirs.Close()
 	if err != nil {
 		return nil, errors.Join(&sluice.Error{Kind: sluice.Denied, Op: "demo: processes", Subject: j.name(), Detail: "cannot be started", Err: err}, conn.Close())
@@ -263,7 +251,7 @@ func (s *session) process(ctx context.Context, j job, more func(kill func()) map
 	handlers["bye"] = handleOnly(func(_ context.Context, b bye) error { last = &b; return nil })
 	err = serve(alive, conn, handlers)
 	hangUp()
-	gone := <-ended
+	gone := cmd.Wait()
 	switch {
 	case err != nil:
 		return last, err
@@ -315,16 +303,32 @@ func Child(ctx context.Context) error {
 	defer parent.Close() //nolint:errcheck // nothing was written that was not answered
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	told := make(chan job, 1)
 	go func() { // ends with conn
 		<-parent.over
 		cancel()
-		time.AfterFunc(patience, func() { os.Exit(1) }) // whatever keeps it
+		var j job
+		select {
+		case j = <-told:
+		default: // it knows of nothing to do
+		}
+		wait := patience // for whatever keeps it
+		if j.State != "" && orphaned(j.Pid) {
+			wait = 0 // the service has died with the parent: nothing can be given back
+		}
+		time.AfterFunc(wait, func() {
+			if j.Folder != "" {
+				removeOrphaned(j.Folder, j.Beside, j.Pid)
+			}
+			os.Exit(1)
+		})
 	}()
 
 	var j job
 	if err := parent.call(ctx, "job", struct{}{}, &j); err != nil {
 		return err
 	}
+	told <- j
 	var last bye
 	err = j.do(ctx, parent, &last)
 	last.Err = toWire(err)

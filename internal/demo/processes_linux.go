@@ -2,5 +2,6 @@ package demo
 
 import "syscall"
 
-// dieWithParent has the kernel end a child whose parent is gone. It is told to end, not killed: it removes what the parent has left.
-func dieWithParent(a *syscall.SysProcAttr) { a.Pdeathsig = syscall.SIGTERM }
+// dieWithParent has the kernel kill a child whose parent is gone. The signal may come several times, once for every thread of a parent that was killed, so it can't be one that is
+// heeded once.
+func dieWithParent(a *syscall.SysProcAttr) { a.Pdeathsig = syscall.SIGKILL }

@@ -4,5 +4,5 @@ package demo
 
 import "syscall"
 
-// dieWithParent can do nothing here: the child sees the end of the pipe.
+// dieWithParent is for Linux, where the service runs.
 func dieWithParent(*syscall.SysProcAttr) {}
