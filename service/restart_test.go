@@ -395,7 +395,7 @@ func TestASlowUploadKeepsNoRunFromBeingMended(t *testing.T) {
 	half, more := io.Pipe()
 	defer more.Close()
 	ended := make(chan error, 1)
-	req, err := http.NewRequest("PUT", b.url+"/v1/runs/r1/samples/s-2", half)
+	req, err := http.NewRequest(http.MethodPut, b.url+"/v1/runs/r1/samples/s-2", half)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -411,7 +411,7 @@ func TestASlowUploadKeepsNoRunFromBeingMended(t *testing.T) {
 		t.Fatal(err)
 	}
 	r := b.s.runs["r1"]
-	b.poll("the upload", func() bool { r.holdings.mu.Lock(); defer r.holdings.mu.Unlock(); return len(r.arriving) == 1 })
+	b.poll("the upload", func() bool { r.mu.Lock(); defer r.mu.Unlock(); return len(r.arriving) == 1 })
 	j.full.Store(true)
 	b.wants("unavailable", "POST", "/v1/runs/r1/commit", wire.Commit{Items: []wire.CommitItem{{Ref: &ref}}})
 	j.full.Store(false)
