@@ -15,6 +15,35 @@ func Checksum(data []byte) uint32 { return crc32.Checksum(data, castagnoli) }
 // checksum of nothing is 0.
 func UpdateChecksum(sum uint32, data []byte) uint32 { return crc32.Update(sum, castagnoli, data) }
 
+// CombineChecksums is the checksum of two pieces of data in a row, of which a and b are the checksums and n is the length
+// of the second in bytes: for data that arrives in pieces at the same time. It takes about a microsecond.
+func CombineChecksums(a, b uint32, n int64) uint32 {
+	// To append a byte is to multiply by x^8, and what a polynomial is multiplied by for n bytes is found by squaring.
+	power := unity >> 8
+	for ; n > 0; n >>= 1 {
+		if n&1 != 0 {
+			a = multiply(a, power)
+		}
+		power = multiply(power, power)
+	}
+	return a ^ b
+}
+
+// unity is the polynomial 1: a crc32c has the coefficient of x^0 in its highest bit.
+const unity = uint32(1) << 31
+
+// multiply is the product of two polynomials modulo that of crc32c.
+func multiply(a, b uint32) uint32 {
+	product := uint32(0)
+	for ; a != 0; a <<= 1 {
+		if a&unity != 0 {
+			product ^= b
+		}
+		b = b>>1 ^ b&1*crc32.Castagnoli
+	}
+	return product
+}
+
 // checksumDigits is the width of an encoded checksum. It is fixed, so that checksums can be filled in after a header
 // was laid out.
 const checksumDigits = 8

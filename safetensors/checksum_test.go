@@ -1,9 +1,11 @@
 package safetensors
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"pgregory.net/rapid"
 
 	"github.com/sluice-ml/sluice"
 )
@@ -26,6 +28,30 @@ func TestAChecksumOfPiecesIsThatOfTheWhole(t *testing.T) {
 	t.Parallel()
 	if got := UpdateChecksum(UpdateChecksum(0, []byte("1234")), []byte("56789")); got != 0xe3069283 {
 		t.Errorf("got %08x, want e3069283", got)
+	}
+}
+
+func TestCombinedChecksumsAreThatOfTheWhole(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		a, b := rapid.SliceOf(rapid.Byte()).Draw(t, "a"), rapid.SliceOf(rapid.Byte()).Draw(t, "b")
+		got, want := CombineChecksums(Checksum(a), Checksum(b), int64(len(b))), Checksum(slices.Concat(a, b))
+		if got != want {
+			t.Fatalf("got %08x, want %08x", got, want)
+		}
+	})
+	// Lengths that no slice of a test has: 3 TiB of zeros, by doubling.
+	const half = 3 << 40 / 2
+	n, zeros := int64(3), Checksum(make([]byte, 3))
+	for ; n < 2*half; n *= 2 {
+		zeros = CombineChecksums(zeros, zeros, n)
+	}
+	if got := CombineChecksums(Checksum(nil), zeros, n); got != zeros {
+		t.Errorf("behind nothing: got %08x, want %08x", got, zeros)
+	}
+	one := Checksum([]byte{1})
+	if got, want := CombineChecksums(CombineChecksums(one, zeros, n), zeros, n), CombineChecksums(one, CombineChecksums(zeros, zeros, n), 2*n); got != want {
+		t.Errorf("two ways to append 6 TiB differ: %08x and %08x", got, want)
 	}
 }
 

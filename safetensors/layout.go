@@ -246,9 +246,6 @@ func (l *Layout) Offset(name string) (int64, bool) {
 	return l.header.DataStart + e.Begin, true
 }
 
-// Checksummed reports whether the layout has room for checksums.
-func (l *Layout) Checksummed() bool { return l.sumsAt != nil }
-
 // HeaderBytes returns a fresh copy of everything before the data: length, JSON and padding. In a layout with checksums,
 // it has zeros for them.
 func (l *Layout) HeaderBytes() []byte { return slices.Clone(l.bytes) }

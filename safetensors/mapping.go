@@ -97,7 +97,12 @@ func Read(r io.ReaderAt, size int64) (*Mapping, error) {
 	if err != nil {
 		return nil, err
 	}
-	n := size - header.DataStart
+	return ReadData(r, header)
+}
+
+// ReadData is the second half of Read, for a header that was read already.
+func ReadData(r io.ReaderAt, header *Header) (*Mapping, error) {
+	n := header.Size() - header.DataStart
 	if int64(int(n)) != n || n > 1<<46 {
 		return nil, refused(sluice.NoSpace, "read", "data", "%d bytes do not fit the address space", n)
 	}
