@@ -21,7 +21,7 @@
 // the process ([Store.Lend]): that is what a service is built on.
 //
 // On disks every feature carries a crc32c, which the first get after a restart checks; a restart is an Open that finds no other session. tmpfs carries none, unless
-// Options.Verify asks for it. Options.Durability says whether a put survives a power cut. The ledger itself is not synced: what it lost to a power cut is found again
+// Options.Verify asks for it or the sample came as a stream. Options.Durability says whether a put survives a power cut. The ledger itself is not synced: what it lost to a power cut is found again
 // in the files, as samples without an owner, which a recovering queue may claim for a day.
 //
 // GC removes half-written files of dead sessions, unclaimed samples of sessions that have been gone for 60 s, files without an owner after a day, and

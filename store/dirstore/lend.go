@@ -19,9 +19,8 @@ type Loan struct {
 	mapped bool
 	header *safetensors.Header
 	file   *os.File
+	uid    uint64 // of the sample's slot
 
-	mu   sync.Mutex
-	sums map[string]uint32
 	over sync.Once
 	err  error // of closing the file
 }
@@ -49,7 +48,7 @@ func (s *Store) Lend(ctx context.Context, ref sluice.Ref, mapped bool) (*Loan, e
 	if err != nil {
 		return nil, s.undoPin(ref, handle, at, err)
 	}
-	n := &Loan{s: s, handle: handle, mapped: mapped, header: m.Header(), file: f}
+	n := &Loan{s: s, handle: handle, mapped: mapped, header: m.Header(), file: f, uid: at.uid}
 	if err := m.Close(); err != nil {
 		_ = f.Close()
 		return nil, s.undoPin(ref, handle, at, err)
@@ -73,22 +72,63 @@ func (n *Loan) Header() *safetensors.Header { return n.header }
 // offset. Once the loan is closed, reading fails with os.ErrClosed.
 func (n *Loan) File() *os.File { return n.file }
 
-// Checksums returns the crc32c of every feature's bytes: those in the file, or, on a medium whose files carry none, those of what is in the file now. They are computed once.
+// Checksums returns the crc32c of every feature's bytes: those in the file or, if it carries none, those of what is in it now. They are computed once and remembered beyond the loan,
+// unless more than a thousand other samples needed that too. The map must not be modified.
 func (n *Loan) Checksums(ctx context.Context) (map[string]uint32, error) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.sums != nil {
-		return n.sums, nil
+	if sums, err := n.header.Checksums(); sums != nil || err != nil {
+		return sums, err
 	}
-	sums, err := n.header.Checksums()
-	if err == nil && sums == nil {
-		sums, err = sumFile(ctx, n.file, n.header)
+	c := n.s.computed.of(n.uid)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.sums == nil {
+		sums, err := sumFile(ctx, n.file, n.header)
+		if err != nil {
+			return nil, err
+		}
+		c.sums = sums
 	}
-	if err != nil {
-		return nil, err
+	return c.sums, nil
+}
+
+// Summed reports whether the file carries checksums, so that [Loan.Checksums] need not read its data.
+func (n *Loan) Summed() bool {
+	_, carried := n.header.Metadata[safetensors.ChecksumsKey]
+	return carried
+}
+
+// computed are the checksums of files that carry none, by the uid of their slot, which is never another sample's.
+type computed struct {
+	mu    sync.Mutex
+	slots map[uint64]*sums
+}
+
+// sums are computed by one reader while the others wait.
+type sums struct {
+	mu   sync.Mutex
+	sums map[string]uint32 // nil until they are there
+}
+
+const mostComputed = 1024
+
+func (c *computed) of(uid uint64) *sums {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := c.slots[uid]
+	if s == nil {
+		for old := range c.slots {
+			if len(c.slots) < mostComputed {
+				break
+			}
+			delete(c.slots, old)
+		}
+		if c.slots == nil {
+			c.slots = map[uint64]*sums{}
+		}
+		s = &sums{}
+		c.slots[uid] = s
 	}
-	n.sums = sums
-	return sums, nil
+	return s
 }
 
 // Release gives the pin up, and the whole loan unless it is mapped. It is idempotent, as Close is.

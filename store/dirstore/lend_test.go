@@ -264,7 +264,10 @@ func TestLoansAmongFreesAndPutsShowWhatTheirRefsPromise(t *testing.T) {
 					t.Error(err)
 				}
 			}
-			if err := s.Abort(context.Background(), refs[id]); err != nil {
+			mu.Lock()
+			last := refs[id]
+			mu.Unlock()
+			if err := s.Abort(context.Background(), last); err != nil {
 				t.Error(err)
 			}
 		})
@@ -308,4 +311,57 @@ func TestLoansAmongFreesAndPutsShowWhatTheirRefsPromise(t *testing.T) {
 	readers.Wait()
 	t.Logf("%d loans", lent)
 	wantEmpty(t, poolless(s), "at the end", 0)
+}
+
+// What readers far away compare with is known from the first of them on: a file that rots afterwards is not summed as if it were right.
+func TestChecksumsAreComputedOnceForAllLoans(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), someCaps)
+	ref := mustPut(t, s, "a", 1, victimSample)
+	must(t, s.Claim(ref, "queue"))
+	want := safetensors.Checksum(pattern(1, victimSample))
+
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	n := mustLend(t, s, ref, false)
+	if _, err := n.Checksums(ended); !errors.Is(err, context.Canceled) {
+		t.Errorf("with an ended context: %v", err)
+	}
+	var readers sync.WaitGroup
+	for range 4 {
+		n := mustLend(t, s, ref, false)
+		readers.Go(func() {
+			if sums, err := n.Checksums(t.Context()); err != nil || sums["x"] != want {
+				t.Errorf("checksums %v, %v, want %08x", sums, err, want)
+			}
+		})
+	}
+	readers.Wait()
+
+	f, err := os.OpenFile(s.samplePath("a"), os.O_WRONLY, 0)
+	must(t, err)
+	_, err = f.WriteAt([]byte{0xff, 0, 0xff, 0}, n.Size()-4)
+	must(t, errors.Join(err, f.Close()))
+	n = mustLend(t, s, ref, false)
+	if sums, err := n.Checksums(t.Context()); err != nil || sums["x"] != want || n.Summed() {
+		t.Errorf("after the file was damaged: %v, %v, want %08x; summed %v", sums, err, want, n.Summed())
+	}
+
+	other := mustLend(t, s, mustPut(t, s, "b", 2, victimSample), false)
+	if sums, err := other.Checksums(t.Context()); err != nil || sums["x"] != safetensors.Checksum(pattern(2, victimSample)) {
+		t.Errorf("another sample: %v, %v", sums, err)
+	}
+}
+
+func TestComputedChecksumsAreBounded(t *testing.T) {
+	t.Parallel()
+	var c computed
+	for uid := range uint64(3 * mostComputed) {
+		if s := c.of(uid); s != c.of(uid) {
+			t.Fatal("the one that is asked for is not kept")
+		}
+		if len(c.slots) > mostComputed {
+			t.Fatalf("%d are kept, want at most %d", len(c.slots), mostComputed)
+		}
+	}
 }

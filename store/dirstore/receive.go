@@ -27,7 +27,8 @@ var pieces = sync.Pool{New: func() any { return new([pieceBytes]byte) }}
 
 // Receive stores a sample that comes as a safetensors file in a stream of size bytes, or of unknown size if that is below zero. The tensors may be in any order. The
 // bytes go down in one pass, into room that was taken before the first of them was read; nothing can be seen of the sample before the last one is there and right. Metadata other than the
-// ref is dropped. Checksums that the file carries in its metadata are compared with what came; zeros stand for one that the sender has not filled in.
+// ref is dropped. Checksums that the file carries in its metadata are compared with what came; zeros stand for one that the sender has not filled in. The stored
+// file has checksums, on every medium.
 //
 // A call that repeats one of the same generation returns the same ref, reads nothing, or no more than the header if in does not name the generation, and leaves the reservation alone.
 //
@@ -84,7 +85,8 @@ func (s *Store) receive(b *stream, h *safetensors.Header, ref sluice.Ref, featur
 	if err != nil {
 		return sluice.Ref{}, &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: receive", Subject: id, Err: err}
 	}
-	layout, err := s.layout(ref, features)
+	// Checksums cost little while the bytes pass, and a second pass once a reader far away asks for them: so the file has them on any medium.
+	layout, err := safetensors.NewChecksummedLayout(features, map[string]string{safetensors.RefKey: ref.Canonical()})
 	if err != nil {
 		return sluice.Ref{}, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: receive", Subject: id, Err: err}
 	}
@@ -92,8 +94,7 @@ func (s *Store) receive(b *stream, h *safetensors.Header, ref sluice.Ref, featur
 	return s.put(b.ctx, ref, r, source{size: size, fill: func(p staged) (*os.File, error) {
 		const ahead = true // what comes can't be asked for once more
 		return s.writeScratch(id, p, size, ahead, func(f *os.File) error {
-			b.summing = checksum != nil
-			sums, err := b.copyData(f, h, layout, said != nil || layout.Checksummed())
+			sums, err := b.copyData(f, h, layout)
 			if err != nil {
 				return err
 			}
@@ -103,18 +104,21 @@ func (s *Store) receive(b *stream, h *safetensors.Header, ref sluice.Ref, featur
 			if err := compareSums("receive", id, said, sums); err != nil {
 				return err
 			}
-			if b.summing {
-				if want, known := checksum(); known && want != b.sum {
-					return fail(sluice.Corrupt, "receive", id, "the data that came has the crc32c %08x, its sender says %08x", b.sum, want)
+			if checksum != nil {
+				sum := uint32(0) // of the data as a whole
+				for i := range h.Entries {
+					e := &h.Entries[i]
+					sum = safetensors.CombineChecksums(sum, sums[e.Name], e.Bytes())
+				}
+				if want, known := checksum(); known && want != sum {
+					return fail(sluice.Corrupt, "receive", id, "the data that came has the crc32c %08x, its sender says %08x", sum, want)
 				}
 			}
 			s.hooks.reach("received")
 			// The header comes last: what was not finished has none.
-			head := layout.HeaderBytes()
-			if layout.Checksummed() {
-				if head, err = layout.HeaderWithChecksums(sums); err != nil {
-					return err
-				}
+			head, err := layout.HeaderWithChecksums(sums)
+			if err != nil {
+				return err
 			}
 			if _, err := f.WriteAt(head, 0); err != nil {
 				return s.writeError(id, size, err)
@@ -247,14 +251,12 @@ func (in *Incoming) agree(op string, ref sluice.Ref, uri string) error {
 
 // stream reads a file from its beginning to its end.
 type stream struct {
-	s       *Store
-	ctx     context.Context // of the one call that the stream is for
-	body    io.Reader
-	id      string
-	at      int64 // bytes read
-	size    int64 // of the file
-	summing bool
-	sum     uint32 // of the data
+	s    *Store
+	ctx  context.Context // of the one call that the stream is for
+	body io.Reader
+	id   string
+	at   int64 // bytes read
+	size int64 // of the file
 }
 
 // fill reads exactly len(buf) bytes.
@@ -333,7 +335,7 @@ func (b *stream) header(size int64) (*safetensors.Header, error) {
 }
 
 // copyData reads the tensors, in the order in which they come, and writes each to its place.
-func (b *stream) copyData(f *os.File, h *safetensors.Header, layout *safetensors.Layout, summing bool) (sums map[string]uint32, err error) {
+func (b *stream) copyData(f *os.File, h *safetensors.Header, layout *safetensors.Layout) (sums map[string]uint32, err error) {
 	piece := pieces.Get().(*[pieceBytes]byte)
 	defer pieces.Put(piece)
 	sums = make(map[string]uint32, len(h.Entries))
@@ -349,12 +351,7 @@ func (b *stream) copyData(f *os.File, h *safetensors.Header, layout *safetensors
 			if _, err := f.WriteAt(buf, at); err != nil {
 				return nil, b.s.writeError(b.id, layout.Size(), err)
 			}
-			if summing {
-				sum = safetensors.UpdateChecksum(sum, buf)
-			}
-			if b.summing {
-				b.sum = safetensors.UpdateChecksum(b.sum, buf)
-			}
+			sum = safetensors.UpdateChecksum(sum, buf)
 			at, left = at+int64(len(buf)), left-int64(len(buf))
 		}
 		sums[e.Name] = sum

@@ -142,18 +142,33 @@ func TestReceiveTakesTensorsInAnyOrder(t *testing.T) {
 
 func TestReceiveOfOurOwnLayoutIsWhatPutWrites(t *testing.T) {
 	t.Parallel()
-	for _, verify := range []bool{false, true} {
-		s := mustOpen(t, shm(t), &Options{Caps: someCaps.Caps, Verify: verify})
-		put := mustPut(t, s, "a", 7, 100_000)
-		want, err := os.ReadFile(s.samplePath("a"))
-		must(t, err)
-		must(t, s.Abort(t.Context(), put))
-		ref, err := s.Receive(t.Context(), bytes.NewReader(want), int64(len(want)), Incoming{SampleID: "a", RunID: "r"}, sluice.Reservation{})
-		if err != nil || !ref.Equal(put) {
-			t.Fatal(ref, err)
-		}
-		if got, err := os.ReadFile(s.samplePath("a")); err != nil || !bytes.Equal(got, want) {
-			t.Errorf("the file differs, %v", err)
+	s := mustOpen(t, shm(t), &Options{Caps: someCaps.Caps, Verify: true})
+	put := mustPut(t, s, "a", 7, 100_000)
+	want, err := os.ReadFile(s.samplePath("a"))
+	must(t, err)
+	must(t, s.Abort(t.Context(), put))
+	ref, err := s.Receive(t.Context(), bytes.NewReader(want), int64(len(want)), Incoming{SampleID: "a", RunID: "r"}, sluice.Reservation{})
+	if err != nil || !ref.Equal(put) {
+		t.Fatal(ref, err)
+	}
+	if got, err := os.ReadFile(s.samplePath("a")); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("the file differs, %v", err)
+	}
+}
+
+func TestInMemoryTooWhatIsReceivedCarriesChecksums(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), someCaps)
+	ref, err := s.Receive(t.Context(), bytes.NewReader(stockFile(nil, three()...)), -1, incoming(), sluice.Reservation{})
+	must(t, err)
+	n := mustLend(t, s, ref, false)
+	said, err := n.Header().Checksums()
+	if err != nil || len(said) != 3 || !n.Summed() {
+		t.Fatalf("checksums %v, %v", said, err)
+	}
+	for _, f := range three() {
+		if said[f.Name] != safetensors.Checksum(f.Data) {
+			t.Errorf("%s has the checksum %08x, want %08x", f.Name, said[f.Name], safetensors.Checksum(f.Data))
 		}
 	}
 }

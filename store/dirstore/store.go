@@ -65,6 +65,8 @@ type Store struct {
 	shown *head // nil once it is unmapped
 	final sluice.Health
 
+	computed computed
+
 	watch  watcher
 	reaper reaper
 }

@@ -70,6 +70,9 @@ func (*Loan) File() *os.File { return nil }
 // Checksums fails with ErrUnsupported.
 func (*Loan) Checksums(context.Context) (map[string]uint32, error) { return nil, unsupported("lend") }
 
+// Summed is false.
+func (*Loan) Summed() bool { return false }
+
 // Release does nothing.
 func (*Loan) Release() error { return nil }
 
