@@ -33,7 +33,7 @@ func TestAStreamRunsOnAService(t *testing.T) {
 					}
 				}
 			})
-			producer, err := stream.NewProducer(stream.ProducerConfig{Target: targettest.New(targettest.Options{}), Store: at.Store(), Queue: at.Queue(), Schema: schema, RunID: "r1"})
+			producer, err := stream.NewProducer(stream.ProducerConfig{Target: targettest.New(targettest.Options{VocabSize: 128}), Store: at.Store(), Queue: at.Queue(), Schema: schema, RunID: "r1"})
 			if err != nil {
 				t.Fatal(err)
 			}
