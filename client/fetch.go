@@ -1,33 +1,49 @@
 package client
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/safetensors"
 )
 
 const (
-	headBytes = 64 << 10 // of a file, fetched first: its header, and all of a small sample
-	leastPart = 8 << 20  // bytes that are worth a connection of their own
+	headBytes = 64 << 10  // of a file, fetched first: its header, and all of a small sample
+	leastPart = 8 << 20   // bytes that are worth a connection of their own
+	readBytes = 512 << 10 // are read, and then summed while the processor's cache has them
 	stall     = 20 * time.Second
 )
 
-// fetch downloads a pinned file into memory of its own.
-func (s *store) fetch(ctx context.Context, ref sluice.Ref, id sluice.HandleID, size int64) (*safetensors.Mapping, error) {
+// fetch downloads a pinned file into memory of its own, and compares it with its checksums. If the pin came without them, the service computes them meanwhile.
+func (s *store) fetch(ctx context.Context, ref sluice.Ref, id sluice.HandleID, p *wire.Pinned) (m *safetensors.Mapping, err error) {
+	g, ctx := errgroup.WithContext(ctx)
+	sums := wire.Checksums{Checksums: p.Checksums}
+	if sums.Checksums == nil {
+		g.Go(func() error {
+			return s.c.call(ctx, call{method: http.MethodGet, path: s.pathOf(ref, "/checksums"), out: &sums})
+		})
+	}
 	d := &download{
-		c: s.c, ctx: ctx, path: s.samplePath(ref), sample: ref.SampleID(), size: size,
+		c: s.c, ctx: ctx, path: s.samplePath(ref), sample: ref.SampleID(), size: p.Size,
 		repin: func(ctx context.Context) error { _, err := s.pin(ctx, ref, id); return err },
 	}
-	return safetensors.Read(d, size)
+	g.Go(func() (err error) { m, err = d.read(); return err })
+	if err := g.Wait(); err != nil {
+		return nil, err
+	}
+	return m, d.check(sums.Checksums)
 }
 
 // download is a file of the service as an io.ReaderAt.
@@ -39,6 +55,86 @@ type download struct {
 	head         []byte
 	// repin takes the pin again, which a service that was restarted has lost. It waits for the service.
 	repin func(context.Context) error
+
+	header *safetensors.Header // once it was read
+	mu     sync.Mutex
+	summed []summed // what came behind the header
+}
+
+func (d *download) read() (*safetensors.Mapping, error) {
+	h, err := safetensors.ReadHeader(d, d.size)
+	if err != nil {
+		return nil, err
+	}
+	d.header = h
+	return safetensors.ReadData(d, h)
+}
+
+// check compares the checksums of what came with those that the service gives.
+func (d *download) check(want map[string]string) error {
+	slices.SortFunc(d.summed, func(a, b summed) int { return cmp.Compare(a.at, b.at) })
+	sums := make(map[string]uint32, len(d.header.Entries))
+	for _, s := range d.summed {
+		sums[s.feature] = safetensors.CombineChecksums(sums[s.feature], s.sum, s.n)
+	}
+	for i := range d.header.Entries {
+		name := d.header.Entries[i].Name
+		w, ok := want[name]
+		if !ok {
+			return &sluice.Error{Kind: sluice.Corrupt, Op: "client: get", Subject: d.sample, Detail: fmt.Sprintf("the service gave no checksum of the feature %q", name)}
+		}
+		if got := fmt.Sprintf("%08x", sums[name]); got != w {
+			return &sluice.Error{Kind: sluice.Corrupt, Op: "client: get", Subject: d.sample, Detail: fmt.Sprintf("the feature %q has the crc32c %s, want %s", name, got, w)}
+		}
+	}
+	return nil
+}
+
+// summed is the checksum of n bytes in a row, at an offset in the file, all of one feature.
+type summed struct {
+	at, n   int64
+	feature string
+	sum     uint32
+}
+
+// tally sums bytes as they come, those of each feature by themselves.
+type tally struct {
+	rest   []safetensors.Entry // from the one on that is summed now
+	start  int64               // of the data, in the file
+	at     int64               // of the next byte, in the file
+	summed []summed
+}
+
+// tally begins at an offset in the file. Before the header is known there is nothing to sum.
+func (d *download) tally(at int64) *tally {
+	t := &tally{at: at}
+	if d.header != nil {
+		t.start, t.rest = d.header.DataStart, d.header.Entries
+	}
+	return t
+}
+
+func (t *tally) add(p []byte) {
+	for len(t.rest) > 0 && len(p) > 0 {
+		e := &t.rest[0]
+		n := min(t.start+e.End-t.at, int64(len(p)))
+		if n <= 0 {
+			t.rest = t.rest[1:]
+			continue
+		}
+		if i := len(t.summed) - 1; i < 0 || t.summed[i].feature != e.Name {
+			t.summed = append(t.summed, summed{at: t.at, feature: e.Name})
+		}
+		s := &t.summed[len(t.summed)-1]
+		s.sum, s.n = safetensors.UpdateChecksum(s.sum, p[:n]), s.n+n
+		t.at, p = t.at+n, p[n:]
+	}
+}
+
+func (d *download) keep(t *tally) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.summed = append(d.summed, t.summed...)
 }
 
 func (d *download) ReadAt(p []byte, off int64) (n int, err error) {
@@ -51,6 +147,9 @@ func (d *download) ReadAt(p []byte, off int64) (n int, err error) {
 	}
 	if off < int64(len(d.head)) {
 		n = copy(p, d.head[off:])
+		t := d.tally(off)
+		t.add(p[:n])
+		d.keep(t)
 	}
 	if rest := min(int64(len(p)), d.size-off); rest > int64(n) {
 		if err := d.parts(p[n:rest], off+int64(n)); err != nil {
@@ -80,12 +179,14 @@ func (d *download) parts(p []byte, off int64) error {
 // part fills p, going on where a connection broke.
 func (d *download) part(ctx context.Context, p []byte, off int64) error {
 	id := newID()
+	t := d.tally(off)
 	var pause backoff
 	since := time.Now()
 	for done := 0; ; {
-		n, err := d.stream(ctx, id, p[done:], off+int64(done))
+		n, err := d.stream(ctx, id, p[done:], off+int64(done), t)
 		done += n
 		if err == nil {
+			d.keep(t)
 			return nil
 		}
 		if cause := context.Cause(ctx); cause != nil {
@@ -110,8 +211,8 @@ func (d *download) part(ctx context.Context, p []byte, off int64) error {
 	}
 }
 
-// stream fills p from one response, and says how far it came.
-func (d *download) stream(ctx context.Context, id string, p []byte, off int64) (n int, err error) {
+// stream fills p from one response, and says how far it came, and t what that was.
+func (d *download) stream(ctx context.Context, id string, p []byte, off int64, t *tally) (n int, err error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	watch := time.AfterFunc(stall, func() { cancel(fmt.Errorf("no byte came for %v", stall)) })
@@ -146,7 +247,8 @@ func (d *download) stream(ctx context.Context, id string, p []byte, off int64) (
 		return 0, noService(resp, "a content encoding")
 	}
 	for n < len(p) {
-		m, err := resp.Body.Read(p[n:])
+		m, err := resp.Body.Read(p[n:min(len(p), n+readBytes)])
+		t.add(p[n : n+m])
 		n += m
 		if n == len(p) {
 			break

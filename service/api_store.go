@@ -41,6 +41,9 @@ func (s *Service) storeCalls(a *api) {
 		text: "Little-endian, in C order.", params: []param{whole}, raw: []string{binary},
 		headers: append(fileHeaders, param{name: "Sluice-Shape", text: "The axes, with commas between."}, param{name: "Sluice-Dtype", text: "Torch's name of the element type."})}, nil, s.readFeature)
 
+	handle(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}/checksums", id: "checksums", tag: "consumers", summary: "Checksums of a sample's features", roles: both, hot: true,
+		text: "Of a large sample in memory that was staged they are computed by the first call, which takes as long as reading it. They are the same for as long as it is there, so the call may go beside those that read it.", params: []param{whole}}, s.checksums)
+
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/pins", id: "pin", tag: "consumers", summary: "Pin a sample: its bytes stay until it is released", roles: both, hot: true}, s.pin)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/release", id: "release", tag: "consumers", summary: "Give up pins", roles: both, hot: true},
 		func(ctx context.Context, c *call, in *wire.Release) (*nothing, error) {
@@ -115,6 +118,17 @@ func (c *call) query(name string) (string, error) {
 func (c *call) sampleID() (string, error) {
 	id := c.r.PathValue("sample_id")
 	return id, sluice.ValidateID(id)
+}
+
+// sample is the one in the path, in the generation that the query names.
+func (c *call) sample() (id, generation string, err error) {
+	if id, err = c.sampleID(); err != nil {
+		return "", "", err
+	}
+	if generation, err = c.query("generation"); err != nil {
+		return "", "", err
+	}
+	return id, generation, sluice.ValidateID(generation)
 }
 
 // tied lets f run as long as the run lasts: when that is to be let go, the connection's deadlines end it. They are taken back afterwards.
@@ -274,17 +288,41 @@ func (s *Service) pin(ctx context.Context, c *call, in *wire.Pin) (*wire.Pinned,
 		return nil, s.sessionEnded(c)
 	}
 	w := &wire.Pinned{Handle: id.String(), File: p.loan.Name(), Size: p.loan.Size()}
-	if !in.Map {
+	if !in.Map && (p.loan.Summed() || p.loan.Size() <= sumAtOnce) {
 		sums, err := p.loan.Checksums(ctx)
 		if err != nil {
 			return nil, err
 		}
-		w.Checksums = make(map[string]string, len(sums))
-		for name, sum := range sums {
-			w.Checksums[name] = fmt.Sprintf("%08x", sum)
-		}
+		w.Checksums = encodeSums(sums)
 	}
 	return w, nil
+}
+
+// sumAtOnce is the size up to which checksums are computed within the pin: that takes less than another call.
+const sumAtOnce = 1 << 20
+
+func encodeSums(sums map[string]uint32) map[string]string {
+	m := make(map[string]string, len(sums))
+	for name, sum := range sums {
+		m[name] = fmt.Sprintf("%08x", sum)
+	}
+	return m
+}
+
+func (s *Service) checksums(ctx context.Context, c *call, _ *nothing) (*wire.Checksums, error) {
+	id, generation, err := c.sample()
+	if err != nil {
+		return nil, err
+	}
+	loan, err := c.run.lend(ctx, id, generation)
+	if err != nil {
+		return nil, err
+	}
+	sums, err := loan.Checksums(ctx)
+	if err := errors.Join(err, loan.Drop()); err != nil {
+		return nil, err
+	}
+	return &wire.Checksums{Checksums: encodeSums(sums)}, nil
 }
 
 // reading is a sample's file that is being read: pinned for the time, and with a position of its own.
@@ -293,12 +331,16 @@ type reading struct {
 	loan *dirstore.Loan
 }
 
-func (r *run) read(ctx context.Context, id, generation string) (*reading, error) {
+func (r *run) lend(ctx context.Context, id, generation string) (*dirstore.Loan, error) {
 	ref, err := r.store.Find(ctx, id, generation)
 	if err != nil {
 		return nil, err
 	}
-	loan, err := r.store.Lend(ctx, ref, false)
+	return r.store.Lend(ctx, ref, false)
+}
+
+func (r *run) read(ctx context.Context, id, generation string) (*reading, error) {
+	loan, err := r.lend(ctx, id, generation)
 	if err != nil {
 		return nil, err
 	}
@@ -379,15 +421,8 @@ func (s *Service) readFeature(ctx context.Context, c *call) error {
 const slowest = 1 << 20
 
 func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*section, error)) error {
-	id, err := c.sampleID()
+	id, generation, err := c.sample()
 	if err != nil {
-		return err
-	}
-	generation, err := c.query("generation")
-	if err != nil {
-		return err
-	}
-	if err := sluice.ValidateID(generation); err != nil {
 		return err
 	}
 	r, err := c.run.read(ctx, id, generation)

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"os"
 	"strings"
@@ -13,6 +15,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
+	"github.com/sluice-ml/sluice/safetensors"
 )
 
 func TestUncommittedSamplesGoWhenTheTimeOfTheirReservationIsOver(t *testing.T) {
@@ -216,6 +219,33 @@ func TestOldStagedFilesAreRemoved(t *testing.T) {
 			t.Errorf("the young one: %v", err)
 		}
 	}
+}
+
+func TestChecksumsAreThoseOfTheFeatures(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	run := b.create("r1")
+	if err := os.WriteFile(run.Store.StagingDir+"/a", file(t, 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	fs := wire.SampleFields{Algorithm: "mine", NumTokens: 2, Features: []string{"hidden_states", "input_ids"}}
+	ref := do[wire.Stored](b, "POST", "/v1/runs/r1/stage", wire.Stage{File: "a", SampleID: "s-1", Fields: &fs}).Ref
+	want := map[string]string{}
+	for _, f := range features(1) {
+		want[f.Name] = fmt.Sprintf("%08x", safetensors.Checksum(f.Data))
+	}
+	path := sampleURL(ref) + "/checksums"
+	for range 2 {
+		if got := do[wire.Checksums](b, "GET", path+"?generation="+ref.Generation(), nil).Checksums; !maps.Equal(got, want) {
+			t.Errorf("checksums %v, want %v", got, want)
+		}
+	}
+	if p := do[wire.Pinned](b, "POST", "/v1/runs/r1/pins", wire.Pin{Ref: ref}); !maps.Equal(p.Checksums, want) {
+		t.Errorf("a small sample is pinned with the checksums %v, want %v", p.Checksums, want)
+	}
+	b.wants("invalid", "GET", path, nil)
+	b.wants("not_found", "GET", path+"?generation=other", nil)
+	b.wants("not_found", "GET", "/v1/runs/r1/samples/s-2/checksums?generation="+ref.Generation(), nil)
 }
 
 func TestPinsKeepBytesUntilTheyAreReleased(t *testing.T) {

@@ -117,7 +117,7 @@ type StoreInfo struct {
 	StagingDir  string `json:"staging_dir" doc:"Where a producer on the same host may write a file that it then stages."`
 	IDFile      string `json:"id_file" doc:"File that holds id: a client that reads the same there sees the same files, and may map them."`
 	ID          string `json:"id" doc:"32 hexadecimal digits, made with the store."`
-	Checksummed bool   `json:"checksummed" doc:"Whether sample files carry a crc32c a feature: on disks, not in memory."`
+	Checksummed bool   `json:"checksummed" doc:"Whether a staged file is to carry a crc32c a feature: on disks, not in memory."`
 }
 
 // RunList answers GET /v1/runs.

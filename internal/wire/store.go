@@ -18,7 +18,12 @@ type Pinned struct {
 	Handle    string            `json:"handle"`
 	File      string            `json:"file" doc:"Name of the sample's file in the store's directory."`
 	Size      int64             `json:"size" doc:"Bytes of the file."`
-	Checksums map[string]string `json:"checksums,omitempty" doc:"crc32c of each feature's bytes, eight hexadecimal digits; for a caller that does not map the file."`
+	Checksums map[string]string `json:"checksums,omitempty" doc:"As in Checksums, for a caller that does not map the file; not there if they would have to be computed first."`
+}
+
+// Checksums are those of a sample.
+type Checksums struct {
+	Checksums map[string]string `json:"checksums" doc:"crc32c of each feature's bytes, eight hexadecimal digits."`
 }
 
 // Release is the body of POST /v1/runs/{run}/release. What is not there is passed over.
