@@ -26,9 +26,13 @@ import (
 func (b *bench) serviceJobs(p *place) []job {
 	return []job{
 		{name: "service: download, one connection", unit: "GB/s", floor: "TCP sendfile of the file into a buffer", in: p,
-			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 1, sendfile) }},
+			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 1, false, sendfile) }},
 		{name: "service: download, four ranges", unit: "GB/s", floor: "four plain HTTP ranges into a buffer", in: p,
-			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 4, plainRanges) }},
+			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 4, false, plainRanges) }},
+		{name: "service: download, staged, one connection", unit: "GB/s", floor: "TCP sendfile of the file into a buffer", in: p,
+			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 1, true, sendfile) }},
+		{name: "service: download, staged, four ranges", unit: "GB/s", floor: "four plain HTTP ranges into a buffer", in: p,
+			run: func(ctx context.Context) (float64, float64, error) { return b.download(ctx, p, 4, true, plainRanges) }},
 		{name: "service: upload", unit: "GB/s", floor: "plain HTTP upload into a file, 1 MiB buffers", in: p,
 			run: func(ctx context.Context) (float64, float64, error) { return b.upload(ctx, p) }},
 		{name: "service: map and release a sample", unit: "us", time: true, in: p,
@@ -42,6 +46,7 @@ type served struct {
 	svc       *service.Service
 	servers   []*http.Server
 	clients   []*client.Client
+	run       *client.Run // on the same host
 	ref       sluice.Ref
 }
 
@@ -69,14 +74,13 @@ func (b *bench) serve(ctx context.Context, p *place) (_ *served, err error) {
 	if _, err := c.CreateRun(ctx, sluice.RunConfig{RunID: runID, Schema: schema, Caps: b.caps()}); err != nil {
 		return nil, err
 	}
-	run, err := c.Open(ctx, runID)
-	if err != nil {
+	if s.run, err = c.Open(ctx, runID); err != nil {
 		return nil, err
 	}
-	if s.ref, err = run.Store().Put(ctx, b.newSample(), sluice.Reservation{}); err != nil {
+	if s.ref, err = s.run.Store().Put(ctx, b.newSample(), sluice.Reservation{}); err != nil {
 		return nil, err
 	}
-	if _, err := run.Queue().Put(ctx, sluice.PutRequest{Ref: s.ref}); err != nil { // so that a release does not free it
+	if _, err := s.run.Queue().Put(ctx, sluice.PutRequest{Ref: s.ref}); err != nil { // so that a release does not free it
 		return nil, err
 	}
 	s.file = filepath.Join(s.svc.StoreDir(), "runs", runID, s.ref.SampleID()+".safetensors")
@@ -128,20 +132,25 @@ func (s *served) close() error {
 	return errors.Join(errs...)
 }
 
-// get is a turn that gets the sample and releases it; the release does not count.
-func get(store sluice.Store, ref sluice.Ref) turn {
+// get is a turn in which a fresh sample is put into one store, and got from another and released there; only the get counts.
+func get(sample *sluice.Sample, to, from sluice.Store) turn {
 	return func(ctx context.Context) (time.Duration, error) {
+		ref, err := to.Put(ctx, sample, sluice.Reservation{})
+		if err != nil {
+			return 0, err
+		}
 		begun := time.Now()
-		t, err := store.Get(ctx, ref)
+		t, err := from.Get(ctx, ref)
 		took := time.Since(begun)
 		if err != nil {
 			return 0, err
 		}
-		return took, t.Release(ctx)
+		return took, t.Release(ctx) // which frees what nobody claims
 	}
 }
 
-func (b *bench) download(ctx context.Context, p *place, ranges int, floor func(file string) (turn, func() error, error)) (value, _ float64, err error) {
+// download gets samples that nobody has got before. Those that were uploaded have checksums, those that were staged have not: the service computes them meanwhile.
+func (b *bench) download(ctx context.Context, p *place, ranges int, staged bool, floor func(file string) (turn, func() error, error)) (value, _ float64, err error) {
 	s, err := b.serve(ctx, p)
 	if err != nil {
 		return 0, 0, err
@@ -160,7 +169,13 @@ func (b *bench) download(ctx context.Context, p *place, ranges int, floor func(f
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, stop()) }()
-	return b.gbPerS(b.turns(ctx, 9, plain, get(run.Store(), s.ref)))
+	sample := b.newSample()
+	sample.SampleID = "down"
+	to := run.Store()
+	if staged {
+		to = s.run.Store()
+	}
+	return b.gbPerS(b.turns(ctx, 9, plain, get(sample, to, run.Store())))
 }
 
 // sendfile has the kernel send the file over a TCP connection, into memory that is fresh, as that of a sample is.
@@ -314,13 +329,9 @@ func (b *bench) mapped(ctx context.Context, p *place) (value, _ float64, err err
 		return 0, 0, err
 	}
 	defer func() { err = errors.Join(err, s.close()) }()
-	run, err := s.clients[0].Open(ctx, runID)
-	if err != nil {
-		return 0, 0, err
-	}
 	nothing := func(context.Context) (time.Duration, error) { return 0, nil }
 	_, took, err := b.turns(ctx, 200, nothing, timed(func(ctx context.Context) error {
-		t, err := run.Store().Get(ctx, s.ref)
+		t, err := s.run.Store().Get(ctx, s.ref)
 		if err != nil {
 			return err
 		}
