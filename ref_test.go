@@ -359,16 +359,19 @@ func TestParsedRefsShareWhatIsTheSame(t *testing.T) {
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc
 	}
-	for name, most := range map[string]uint64{"the same shapes": 400, "other shapes": 1200} {
+	for name, most := range map[string]uint64{"the same shapes": 400, "lengths": 600, "other shapes": 1200} {
 		before := live()
 		for i := range refs {
 			id := fmt.Sprintf("shard-%03d-row-%07d", i/100, i)
 			for j := range f.Features {
 				ft := &f.Features[j]
 				ft.Key = id + "/" + ft.Name
-				if name == "other shapes" {
+				if name != "the same shapes" {
 					ft.Shape = slices.Clone(ft.Shape)
-					ft.Shape[len(ft.Shape)-1] = int64(1 + i%97)
+					ft.Shape[1] = int64(1 + i%97)
+				}
+				if name == "lengths" {
+					f.NumTokens = ft.Shape[1]
 				}
 			}
 			f.SampleID, f.Generation = id, NewGeneration()

@@ -8,18 +8,18 @@ import (
 	"sync/atomic"
 )
 
-// Thousands of refs may wait in a queue at once, and those of a run are alike in all but the id, the generation and perhaps the shapes. Each therefore takes from the last one of its run what is the
+// Thousands of refs may wait in a queue at once, and those of a run are alike in all but the id, the generation and the length. Each therefore takes from one that was made before it what is the
 // same in both, and keeps nothing of the text that it was parsed from. That is for memory alone: a ref says the same whatever it shares.
 
-// lately holds the last ref of some runs, each at a place that its run id gives; runs that meet there share less.
+// lately holds the last refs: each at a place that its run and its number of tokens give, on which the shapes hang. Those that meet at one place share less.
 var (
-	lately     [64]atomic.Pointer[refData]
+	lately     [4096]atomic.Pointer[refData]
 	latelySeed = maphash.MakeSeed()
 )
 
 // shrink returns what a ref of these fields keeps: a deep copy, with the key left empty of every feature whose key is the sample's id, a slash and the feature's name.
 func (f *RefFields) shrink() *refData {
-	at := &lately[maphash.String(latelySeed, f.RunID)%uint64(len(lately))]
+	at := &lately[(maphash.String(latelySeed, f.RunID)+uint64(f.NumTokens))%uint64(len(lately))]
 	last := at.Load()
 	if last == nil {
 		last = &noRef

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -226,6 +227,7 @@ func (s *Service) openRuns(ctx context.Context) error {
 				}
 				if left.Add(-1) == 0 {
 					s.ready.Store(true)
+					debug.FreeOSMemory() // what a replay leaves behind may be more than the refs
 					s.log.Info("all runs are open", "runs", len(opening), "after", s.opts.Clock.Now().Sub(s.started))
 				}
 			}
