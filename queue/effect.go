@@ -63,12 +63,10 @@ func (tx *txn) freeAfter(s *sample, lsn uint64) {
 // runCalls makes the store calls, outside the lock. Calls about one sample come in the order of their records, whoever makes them, since a burial must
 // not overtake the requeue after it: they stand in line at the sample, and who comes first makes all whose records are durable.
 func (q *Queue) runCalls(calls []storeCall) {
-	freed := false
+	freed := q.unclaimMany(calls)
 	for _, c := range calls {
-		freed = freed || c.what == unclaim
 		if c.s == nil {
-			q.callStore(c)
-			continue
+			continue // an unclaim
 		}
 		q.mu.Lock()
 		info := c.s.info
@@ -92,6 +90,77 @@ func (q *Queue) runCalls(calls []storeCall) {
 	}
 }
 
+// manyClaims is a store that claims and unclaims many samples for little more than one. Each answer is that of Claim or Unclaim.
+type manyClaims interface {
+	ClaimAll(refs []sluice.Ref, owner string) []error
+	UnclaimAll(refs []sluice.Ref, owner string) []error
+}
+
+// claimMany claims samples, and returns an answer for each.
+func (q *Queue) claimMany(refs []sluice.Ref) []error {
+	errs := make([]error, len(refs))
+	if many, ok := q.store.(manyClaims); ok && len(refs) > 1 {
+		err := q.guarded(func() error {
+			if errs = many.ClaimAll(refs, q.owner); len(errs) != len(refs) {
+				return fmt.Errorf("the store gave %d answers to %d claims", len(errs), len(refs))
+			}
+			return nil
+		})
+		if err != nil {
+			errs = make([]error, len(refs))
+			for i := range errs {
+				errs[i] = err
+			}
+		}
+		return errs
+	}
+	for i, ref := range refs {
+		errs[i] = q.guarded(func() error { return q.store.Claim(ref, q.owner) })
+	}
+	return errs
+}
+
+// unclaimMany makes the calls that are about no sample which has others, and reports whether there are any. All of them are unclaims.
+func (q *Queue) unclaimMany(calls []storeCall) bool {
+	n, only := 0, -1
+	for i := range calls {
+		if calls[i].s == nil {
+			n, only = n+1, i
+		}
+	}
+	many, ok := q.store.(manyClaims)
+	switch {
+	case n == 0:
+		return false
+	case n == 1:
+		q.callStore(calls[only])
+		return true
+	case !ok:
+		for _, c := range calls {
+			if c.s == nil {
+				q.callStore(c)
+			}
+		}
+		return true
+	}
+	refs := make([]sluice.Ref, 0, n)
+	for _, c := range calls {
+		if c.s == nil {
+			refs = append(refs, c.ref)
+		}
+	}
+	var errs []error
+	if err := q.guarded(func() error { errs = many.UnclaimAll(refs, q.owner); return nil }); err != nil {
+		errs = []error{err}
+	}
+	for i, err := range errs {
+		if err != nil {
+			q.refused(unclaim, refs[i], err)
+		}
+	}
+	return true
+}
+
 func (q *Queue) callStore(c storeCall) {
 	err := q.guarded(func() error {
 		switch c.what {
@@ -103,9 +172,13 @@ func (q *Queue) callStore(c storeCall) {
 		return q.store.MarkDead(c.ref, q.owner, false)
 	})
 	if err != nil {
-		// The state is right whatever the store says; what it failed to free is found by its GC or by the next Open.
-		q.log.Warn("queue: the store refused", "run", q.runID, "sample", c.ref.SampleID(), "call", c.what.String(), "err", err)
+		q.refused(c.what, c.ref, err)
 	}
+}
+
+// refused notes that the store did not do what it was told. The state is right whatever it says; what it failed to free is found by its GC or by the next Open.
+func (q *Queue) refused(what storeOp, ref sluice.Ref, err error) {
+	q.log.Warn("queue: the store refused", "run", q.runID, "sample", ref.SampleID(), "call", what.String(), "err", err)
 }
 
 func (o storeOp) String() string { return [...]string{"unclaim", "mark dead", "mark alive"}[o] }

@@ -125,11 +125,20 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 		}
 	}
 	sortBySeq(live)
-	for _, s := range live {
-		if err := ctx.Err(); err != nil {
-			return context.Cause(ctx)
+	const some = 1024
+	var errs []error
+	for i, s := range live {
+		if i%some == 0 {
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			refs := make([]sluice.Ref, 0, some)
+			for _, s := range live[i:min(i+some, len(live))] {
+				refs = append(refs, s.ref)
+			}
+			errs = q.claimMany(refs)
 		}
-		err := q.guarded(func() error { return q.store.Claim(s.ref, q.owner) })
+		err := errs[i%some]
 		switch {
 		case err == nil:
 			if s.place == dead {

@@ -58,20 +58,29 @@ func (q *Queue) PutAll(ctx context.Context, puts []sluice.PutRequest) []PutResul
 		return fail(err)
 	}
 
-	claimed := 0
+	refs := make([]sluice.Ref, 0, len(puts))
+	for i := range under {
+		if s := under[i].s; s != nil {
+			refs = append(refs, s.ref)
+		}
+	}
+	errs := q.claimMany(refs)
+	claimed, next := 0, 0
 	for i := range under {
 		a := &under[i]
 		if a.s == nil {
 			continue
 		}
-		if err := q.guarded(func() error { return q.store.Claim(a.s.ref, q.owner) }); err != nil {
-			results[i].Err = &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: a.s.id, Err: err}
-			q.mu.Lock()
-			q.unadmit(a)
-			q.mu.Unlock()
+		err := errs[next]
+		next++
+		if err == nil {
+			claimed++
 			continue
 		}
-		claimed++
+		results[i].Err = &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: a.s.id, Err: err}
+		q.mu.Lock()
+		q.unadmit(a)
+		q.mu.Unlock()
 	}
 
 	if claimed > 0 {

@@ -97,6 +97,18 @@ func (w *watched) Claim(ref sluice.Ref, owner string) error {
 	return err
 }
 
+func (w *watched) ClaimAll(refs []sluice.Ref, owner string) []error {
+	errs := w.Store.ClaimAll(refs, owner)
+	if w.claimed != nil {
+		for i, err := range errs {
+			if err == nil {
+				w.claimed[refs[i].SampleID()] = struct{}{}
+			}
+		}
+	}
+	return errs
+}
+
 func (w *watched) Samples(ctx context.Context) ([]sluice.SampleInfo, error) {
 	samples, err := w.SamplesExcept(ctx, func(id string) bool { _, ok := w.claimed[id]; return ok })
 	w.others, w.asked = samples, err == nil

@@ -49,6 +49,22 @@ func (s *Store) SamplesExcept(context.Context, func(string) bool) ([]sluice.Samp
 	return nil, unsupported("samples")
 }
 
+// ClaimAll fails with ErrUnsupported.
+func (s *Store) ClaimAll(refs []sluice.Ref, _ string) []error { return refuseAll("claim", len(refs)) }
+
+// UnclaimAll fails with ErrUnsupported.
+func (s *Store) UnclaimAll(refs []sluice.Ref, _ string) []error {
+	return refuseAll("unclaim", len(refs))
+}
+
+func refuseAll(op string, n int) []error {
+	errs := make([]error, n)
+	for i := range errs {
+		errs[i] = unsupported(op)
+	}
+	return errs
+}
+
 // Loan needs Linux; here there is none.
 type Loan struct{}
 
