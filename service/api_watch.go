@@ -16,7 +16,7 @@ func (s *Service) watchCalls(a *api) {
 	events := operation{method: http.MethodGet, path: "/v1/events", id: "events", across: true, tag: "service", summary: "What happens, as it happens",
 		text: "Server-sent events: `status` with a ServiceStatus, at once and then every second, and `event` with an Event.", raw: []string{eventStream}}
 	stream(a, events, nil, func(ctx context.Context, c *call) error {
-		return s.sendEvents(ctx, c, "", func() (any, error) { return s.statusFor(ctx, c), nil })
+		return s.sendEvents(ctx, c, "", func() any { return s.statusFor(ctx, c) })
 	})
 	events.path, events.id, events.tag, events.text = "/v1/runs/{run}/events", "run-events", "runs", "The same for one run: `status` carries a Status. The stream ends with the run."
 	events.across, events.early = false, true // it must not hold the run
@@ -28,7 +28,7 @@ func (s *Service) watchCalls(a *api) {
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
 		defer context.AfterFunc(r.ctx, cancel)()
-		return s.sendEvents(ctx, c, r.id, func() (any, error) { return r.status(ctx) })
+		return s.sendEvents(ctx, c, r.id, func() any { return r.shown(ctx) })
 	})
 
 	stream(a, operation{method: http.MethodGet, path: "/v1/sessions/{session}", id: "hold-session", across: true, tag: "sessions", summary: "Hold a session", hot: true,
@@ -116,7 +116,7 @@ func (p *pieces) write(data []byte) error {
 	return p.rc.Flush()
 }
 
-func (s *Service) sendEvents(ctx context.Context, c *call, run string, status func() (any, error)) error {
+func (s *Service) sendEvents(ctx context.Context, c *call, run string, status func() any) error {
 	events, stop := s.hub.subscribe(run)
 	defer stop()
 	out := c.pieces(eventStream)
@@ -130,10 +130,7 @@ func (s *Service) sendEvents(ctx context.Context, c *call, run string, status fu
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
-		st, err := status()
-		if err == nil {
-			err = send("status", st)
-		}
+		err := send("status", status())
 		for due := false; err == nil && !due; {
 			select {
 			case e := <-events:

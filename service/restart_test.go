@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -229,6 +230,16 @@ func TestARunThatIsNotOpenYetIsUnavailable(t *testing.T) {
 	}
 	if a := b.try("GET", "/v1/runs/r1", nil); a.header.Get("Retry-After") == "" || a.status != 503 {
 		t.Errorf("%d, Retry-After %q", a.status, a.header.Get("Retry-After"))
+	}
+	st := do[wire.ServiceStatus](b, "GET", "/v1/status", nil)
+	if len(st.Runs) != 1 || st.Runs[0].Unavailable == "" || st.Runs[0].Consumers == nil || st.Runs[0].Producers == nil {
+		t.Errorf("status %+v", st)
+	}
+	if l := do[wire.RunList](b, "GET", "/v1/runs", nil); len(l.Runs) != 1 || l.Runs[0].Spec.RunID != "r1" {
+		t.Errorf("listed %+v", l)
+	}
+	if a := b.send("GET", "/metrics", nil, nil); strings.Contains(string(a.body), `run="r1"`) {
+		t.Error("the counters of a run that is not open are shown, as zero")
 	}
 	close(hold)
 	b.waitReady()

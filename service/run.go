@@ -332,11 +332,8 @@ func (r *run) giveBack(ctx context.Context, e ended, why string) {
 }
 
 // describe is the run on the wire.
-func (r *run) describe(ctx context.Context) (wire.Run, error) {
-	w := wire.Run{Spec: *r.now.Load(), Created: r.created, Store: r.storeInfo()}
-	status, err := r.status(ctx)
-	w.Status = status
-	return w, err
+func (r *run) describe(ctx context.Context) wire.Run {
+	return wire.Run{Spec: *r.now.Load(), Created: r.created, Store: r.storeInfo(), Status: r.shown(ctx)}
 }
 
 func (r *run) storeInfo() wire.StoreInfo {
@@ -345,10 +342,10 @@ func (r *run) storeInfo() wire.StoreInfo {
 	return wire.StoreInfo{URI: uri.String(), Dir: dir, StagingDir: r.s.root.stagingDir(r.id), IDFile: r.s.root.idFile(), ID: r.s.root.id, Checksummed: r.s.root.disk}
 }
 
-// status is the queue's, or next to nothing if there is none now.
+// status is the queue's.
 func (r *run) status(ctx context.Context) (wire.Status, error) {
 	if err := r.enter(); err != nil {
-		return wire.Status{RunID: r.id, Bottleneck: "none: " + err.Error(), Consumers: []wire.ConsumerStatus{}, Producers: []wire.ProducerStatus{}}, nil
+		return wire.Status{}, err
 	}
 	defer r.leave()
 	st, err := r.q.Status(ctx)
@@ -356,4 +353,13 @@ func (r *run) status(ctx context.Context) (wire.Status, error) {
 		return wire.Status{}, err
 	}
 	return wire.StatusOf(&st), nil
+}
+
+// shown is the status among others: a run that has none now keeps nobody from seeing theirs.
+func (r *run) shown(ctx context.Context) wire.Status {
+	st, err := r.status(ctx)
+	if err != nil {
+		return wire.Status{RunID: r.id, Unavailable: plain(err.Error()), Bottleneck: "none: " + plain(err.Error()), Consumers: []wire.ConsumerStatus{}, Producers: []wire.ProducerStatus{}}
+	}
+	return st
 }

@@ -486,15 +486,11 @@ func (s *Service) Subscribe(run string) (events <-chan wire.Event, stop func()) 
 func (s *Service) Status(ctx context.Context) wire.ServiceStatus {
 	w := wire.ServiceStatus{
 		Version: s.opts.Version, Host: s.host, PID: os.Getpid(), Started: s.started, UptimeSeconds: wire.SecondsOf(s.opts.Clock.Now().Sub(s.started)), Ready: s.Ready(),
-		Durability: s.opts.durability(), StoreDir: s.root.dir, MaxBytes: s.opts.MaxBytes, Sessions: s.sessions.count(), Runs: []wire.Status{},
+		Durability: s.opts.durability(), StoreDir: s.root.dir, MaxBytes: s.opts.MaxBytes, Sessions: s.sessions.count(), Abandoned: s.Abandoned(), Runs: []wire.Status{},
 	}
 	for _, r := range s.list() {
 		w.CapBytes += r.cap
-		st, err := r.status(ctx)
-		if err != nil {
-			st = wire.Status{RunID: r.id, Bottleneck: "none: " + err.Error()}
-		}
-		w.Runs = append(w.Runs, st)
+		w.Runs = append(w.Runs, r.shown(ctx))
 	}
 	return w
 }

@@ -220,6 +220,8 @@ func levelOf(r *wire.Status) gauge.Gauge {
 
 func stateOf(r *wire.Status) string {
 	switch {
+	case r.Unavailable != "":
+		return "unavailable"
 	case r.Wedged != "":
 		return "wedged"
 	case r.Closed && r.Pending+r.Outstanding == 0:

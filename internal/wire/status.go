@@ -9,6 +9,7 @@ import (
 // Status is [sluice.Status] with times in seconds.
 type Status struct {
 	RunID              string `json:"run_id"`
+	Unavailable        string `json:"unavailable,omitempty" doc:"Why the run can't answer now: it is being opened, or could not be. All else is not known then."`
 	Closed             bool   `json:"closed"`
 	Cause              string `json:"cause,omitempty"`
 	StepsPerCheckpoint int    `json:"steps_per_checkpoint,omitempty"`
@@ -129,6 +130,7 @@ type ServiceStatus struct {
 	MaxBytes      int64     `json:"max_bytes" doc:"What the caps of all runs may add up to."`
 	CapBytes      int64     `json:"cap_bytes" doc:"What they add up to."`
 	Sessions      int       `json:"sessions"`
+	Abandoned     int64     `json:"abandoned" doc:"Samples that were uploaded or staged, never committed, and freed, since the service started."`
 	Runs          []Status  `json:"runs"`
 }
 

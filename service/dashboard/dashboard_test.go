@@ -77,7 +77,7 @@ func newFake() *fakeService {
 			Wedged:    "consumer trainer-0 holds 96 leases (7.0 GiB) and waits for more, producers wait for 1.0 GiB, 1.0 GiB are free under the cap",
 			Consumers: []wire.ConsumerStatus{{Name: "trainer-0", Leases: 96, LeasedBytes: 7 * gib, Waiting: true, Acked: 304, LastSeenSeconds: 12}},
 			Producers: []wire.ProducerStatus{{Name: evil, State: sluice.ProducerRunning, Put: 400, LastSeenSeconds: 40}},
-		}},
+		}, {RunID: "being-opened", Unavailable: "its journal failed; it is being opened again"}},
 	}}
 }
 
@@ -235,7 +235,7 @@ func TestThePageShowsTheRuns(t *testing.T) {
 			t.Cleanup(f.hangUp)
 			f.events <- wire.Event{Time: time.Now(), RunID: "qwen-dspark", Kind: "wedged", Text: evil}
 			p := open(t, server.URL, size.width, size.height, size.scheme)
-			p.until(`document.querySelectorAll("article").length === 2`)
+			p.until(`document.querySelectorAll("article").length === 3`)
 			p.until(`document.querySelector("article[data-run=llama-eagle3] .stream:not(.dry)") !== null`)
 			p.until(`document.querySelector("#events li") !== null`)
 			p.until(`document.querySelector("article[data-run=llama-eagle3] .letters .why") !== null`)
@@ -249,7 +249,7 @@ func TestThePageShowsTheRuns(t *testing.T) {
 			text := says[string](p, `document.body.innerText + " " + [...document.querySelectorAll("svg text")].map((t) => t.textContent).join(" ")`)
 			for _, want := range []string{
 				"llama-eagle3", "Bottleneck: the trainer: producers waited 3m0s", "Nothing can move: consumer trainer-0 holds 96 leases", "3.5 GiB of 8.0 GiB", "high 6.0 GiB", "low 2.0 GiB",
-				"1 producer waits for room", "h100-1", "trainer-1", "2 dead letters", "llama-eagle3-0-17", "the lease ran out", evil, "trainer-7", "gate shut",
+				"1 producer waits for room", "h100-1", "trainer-1", "2 dead letters", "llama-eagle3-0-17", "the lease ran out", evil, "trainer-7", "gate shut", "being-opened", "its journal failed",
 			} {
 				if !strings.Contains(text, want) {
 					t.Errorf("the page does not say %q", want)
@@ -288,7 +288,7 @@ func TestThePageSaysWhenTheServiceIsGone(t *testing.T) {
 	t.Cleanup(server.Close)
 	t.Cleanup(f.hangUp)
 	p := open(t, server.URL, 1280, 900, "light")
-	p.until(`document.querySelectorAll("article").length === 2`)
+	p.until(`document.querySelectorAll("article").length === 3`)
 	f.hangUp()
 	p.until(`!document.getElementById("banner").hidden && document.getElementById("banner").textContent.startsWith("No connection")`)
 	f.comeBack()

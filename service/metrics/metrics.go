@@ -84,6 +84,7 @@ var (
 	capLimit  = prometheus.NewDesc("sluice_max_bytes", "What the caps of all runs may add up to, in bytes.", nil, nil)
 	capUsed   = prometheus.NewDesc("sluice_cap_bytes", "What the caps of all runs add up to, in bytes.", nil, nil)
 	sessions  = prometheus.NewDesc("sluice_sessions", "Client processes that hold a session.", nil, nil)
+	abandoned = prometheus.NewDesc("sluice_samples_abandoned_total", "Samples that were uploaded or staged, never committed, and freed. It begins with the process.", nil, nil)
 	runs      = prometheus.NewDesc("sluice_runs", "Runs that the service has.", nil, nil)
 
 	perRun = []series{
@@ -145,7 +146,7 @@ func gauge(name, help string, of func(*wire.Status) float64) series {
 }
 
 func (c *scrape) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{buildInfo, ready, started, capLimit, capUsed, sessions, runs} {
+	for _, d := range []*prometheus.Desc{buildInfo, ready, started, capLimit, capUsed, sessions, abandoned, runs} {
 		out <- d
 	}
 	for i := range perRun {
@@ -166,8 +167,12 @@ func (c *scrape) Collect(out chan<- prometheus.Metric) {
 	set(capLimit, float64(s.MaxBytes))
 	set(capUsed, float64(s.CapBytes))
 	set(sessions, float64(s.Sessions))
+	out <- prometheus.MustNewConstMetric(abandoned, prometheus.CounterValue, float64(s.Abandoned))
 	set(runs, float64(len(s.Runs)))
 	for i := range s.Runs {
+		if s.Runs[i].Unavailable != "" {
+			continue // its counters are not zero, they are not known: a gap is no reset
+		}
 		for _, m := range perRun {
 			out <- prometheus.MustNewConstMetric(m.desc, m.kind, m.of(&s.Runs[i]), s.Runs[i].RunID)
 		}

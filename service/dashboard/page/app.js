@@ -165,6 +165,7 @@ function chips(run) {
 }
 
 function card(run) {
+  if (run.unavailable) return node("article", { "data-run": run.run_id }, node("h2", {}, run.run_id, node("span", { class: "chip bad" }, "unavailable")), node("p", { class: "wedge" }, run.unavailable));
   const rate = rates(run);
   learn(run);
   const spec = specs.get(run.run_id);
