@@ -131,8 +131,8 @@ func TestARevokedTokenKeepsNothingOpen(t *testing.T) {
 		<-r.Context().Done()
 	}), nil)
 	hold := func(header string) (ended chan struct{}) {
-		resp, err := w.client.Do(w.request("GET", "/v1/events", "", header))
-		if err != nil || resp.StatusCode != 200 {
+		resp, err := w.client.Do(w.request("GET", "/v1/events", "", header)) //nolint:bodyclose // it is closed when the stream ends
+		if err != nil || resp.StatusCode != http.StatusOK {
 			t.Fatal(resp, err)
 		}
 		ended = make(chan struct{})
