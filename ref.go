@@ -333,13 +333,18 @@ func (r Ref) Equal(s Ref) bool { return r.d == s.d || r.data().f.equal(&s.data()
 // Canonical returns the canonical JSON of the ref: fixed field order, sorted attributes, no spaces, byte for byte the same from Go and
 // from Python. It is "" for the zero Ref.
 func (r Ref) Canonical() string {
-	if r.IsZero() {
-		return ""
-	}
 	b := canonBuffers.Get().(*[]byte)
 	defer canonBuffers.Put(b)
-	*b = r.d.f.appendCanonical((*b)[:0])
+	*b = r.AppendCanonical((*b)[:0])
 	return string(*b)
+}
+
+// AppendCanonical appends the canonical JSON to b; nothing for the zero Ref.
+func (r Ref) AppendCanonical(b []byte) []byte {
+	if r.IsZero() {
+		return b
+	}
+	return r.d.f.appendCanonical(b)
 }
 
 // String shows the ref in a few words for logs.
@@ -352,10 +357,7 @@ func (r Ref) MarshalJSON() ([]byte, error) {
 	if r.IsZero() {
 		return nil, &Error{Kind: Invalid, Op: "ref", Detail: "the zero Ref has no JSON form"}
 	}
-	b := canonBuffers.Get().(*[]byte)
-	defer canonBuffers.Put(b)
-	*b = r.d.f.appendCanonical((*b)[:0])
-	return slices.Clone(*b), nil
+	return r.AppendCanonical(make([]byte, 0, 1024)), nil
 }
 
 // UnmarshalJSON is [ParseRef].

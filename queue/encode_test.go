@@ -44,3 +44,31 @@ func TestAPutRecordIsWhatJSONWouldWrite(t *testing.T) {
 		}
 	})
 }
+
+func TestRecordsOfLeasesAreWhatJSONWouldWrite(t *testing.T) {
+	t.Parallel()
+	rapid.Check(t, func(t *rapid.T) {
+		text := rapid.OneOf(rapid.Just(""), rapid.StringMatching(`[a-z.:-]{1,9}`), rapid.String())
+		number := rapid.OneOf(rapid.Just(int64(0)), rapid.Int64())
+		small := rapid.Map(number, func(n int64) int32 { return int32(n) })
+		flag := rapid.Bool()
+		lease := leaseRecord{
+			T: "lease", Lease: sluice.NewLeaseID(), Seq: number.Draw(t, "seq"), Consumer: text.Draw(t, "consumer"), Incarnation: number.Draw(t, "incarnation"), Rank: int(small.Draw(t, "rank")),
+			Member: int(small.Draw(t, "member")), Members: int(small.Draw(t, "members")), Request: text.Draw(t, "request"), At: number.Draw(t, "at"), Windowed: flag.Draw(t, "windowed"),
+			Window: number.Draw(t, "window"), Slot: int(small.Draw(t, "slot")), Pad: flag.Draw(t, "pad"),
+		}
+		end := endRecord{
+			T: "end", Lease: lease.Lease, Seq: lease.Seq, Consumer: lease.Consumer, Incarnation: lease.Incarnation, As: sluice.Verdict(text.Draw(t, "as")), How: text.Draw(t, "how"),
+			Fails: small.Draw(t, "fails"), Expiries: small.Draw(t, "expiries"), Reason: text.Draw(t, "reason"), At: lease.At, Windowed: lease.Windowed, Window: lease.Window, Slot: lease.Slot, Pad: lease.Pad,
+		}
+		for _, record := range []any{lease, end} {
+			want, err := json.Marshal(record)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := string(encode(record)); got != string(want) {
+				t.Errorf("got  %s\nwant %s", got, want)
+			}
+		}
+	})
+}

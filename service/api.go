@@ -346,10 +346,18 @@ func (c *call) begin(status int) {
 func (c *call) encode(status int, v any) error {
 	b := buffers.Get().(*bytes.Buffer)
 	defer giveBuffer(b)
-	e := json.NewEncoder(b)
-	e.SetEscapeHTML(false)
-	if err := e.Encode(v); err != nil {
-		return err
+	if own, ok := v.(interface{ AppendJSON([]byte) ([]byte, error) }); ok {
+		text, err := own.AppendJSON(b.AvailableBuffer())
+		if err != nil {
+			return err
+		}
+		b.Write(text)
+	} else {
+		e := json.NewEncoder(b)
+		e.SetEscapeHTML(false)
+		if err := e.Encode(v); err != nil {
+			return err
+		}
 	}
 	h := c.header()
 	h.Set("Content-Type", "application/json")
