@@ -227,4 +227,65 @@ var claimTests = []test{
 		}
 		wantHealth(t, "at the end", s, held())
 	}},
+	{"ManyClaimsAtOnceAreAsMany", claims, func(t *testing.T, k *kit) {
+		s := k.openClaims(t, roomy)
+		many, ok := s.(interface {
+			ClaimAll(refs []sluice.Ref, owner string) []error
+			UnclaimAll(refs []sluice.Ref, owner string) []error
+		})
+		if !ok {
+			t.Skip("the store claims one at a time")
+		}
+		var refs []sluice.Ref
+		for i := range 200 {
+			refs = append(refs, mustPut(t, s, eagle(fmt.Sprint("s-", i), 1)))
+		}
+		noError(t, "Claim by another", s.Claim(refs[3], "queue-2"))
+		gone := refs[7]
+		noError(t, "Abort", s.Abort(bg, gone))
+		pinned := mustGet(t, s, refs[9])
+		claim := func(owner string) {
+			t.Helper()
+			errs := many.ClaimAll(refs, owner)
+			if len(errs) != len(refs) {
+				t.Fatalf("ClaimAll gave %d answers, want %d", len(errs), len(refs))
+			}
+			for i, err := range errs {
+				if one := s.Claim(refs[i], owner); fmt.Sprint(err) != fmt.Sprint(one) {
+					t.Errorf("ClaimAll by %q answers %v of %s, Claim %v", owner, err, refs[i].SampleID(), one)
+				}
+			}
+		}
+		claim("queue-1")
+		claim("queue-1")
+		claim("queue-2")
+		claim("")
+		list := listing(t, s)
+		for i, ref := range refs {
+			if want := map[int]string{3: "queue-2", 7: ""}; i == 3 || i == 7 {
+				if got := list[key(ref)].Owner; got != want[i] {
+					t.Errorf("%s is claimed by %q, want %q", ref.SampleID(), got, want[i])
+				}
+			} else if got := list[key(ref)].Owner; got != "queue-1" {
+				t.Errorf("%s is claimed by %q", ref.SampleID(), got)
+			}
+		}
+		for range 2 {
+			for i, err := range many.UnclaimAll(refs, "queue-1") {
+				noError(t, "UnclaimAll of "+refs[i].SampleID(), err)
+			}
+			wantHealth(t, "after UnclaimAll", s, held(refs[3], refs[9]))
+		}
+		noError(t, "Tensors.Release", pinned.Release(bg))
+		wantListed(t, "at the end", s, refs[3])
+		noError(t, "Close", s.Close())
+		for _, errs := range [][]error{many.ClaimAll(refs[:2], "queue-1"), many.UnclaimAll(refs[:2], "queue-1")} {
+			for _, err := range errs {
+				wantError(t, "after Close", err, sluice.ErrClosed)
+			}
+		}
+		if errs := many.ClaimAll(nil, "queue-1"); len(errs) != 0 {
+			t.Errorf("no claims are answered %v", errs)
+		}
+	}},
 }
