@@ -29,7 +29,7 @@ requeue gives it a new start, with fresh budgets; drop frees it.`,
 		Example: `  sluice dead-letters r1
   sluice dead-letters r1 requeue r1-0-17 r1-0-18
   sluice dead-letters r1 drop --all`,
-		Args: cobra.MinimumNArgs(1),
+		Args: arguments(cobra.MinimumNArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			run, action, ids := args[0], "list", []string(nil)
 			if len(args) > 1 {

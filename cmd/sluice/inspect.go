@@ -23,7 +23,7 @@ It opens no session and takes no lock that anybody waits for, so it may look at 
 		Example: `  sluice inspect s-17.safetensors
   sluice inspect /dev/shm/sluice/r1
   sluice inspect --verify --json /dev/shm/sluice/r1`,
-		Args: cobra.ExactArgs(1),
+		Args: arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			var report interface {
 				Text(io.Writer)

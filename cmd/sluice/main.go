@@ -19,6 +19,9 @@ func main() { os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr)) }
 // errSilent ends the command with status 1 when everything has been said already.
 var errSilent = errors.New("the command has said what is wrong")
 
+// interrupted is the exit status after an interrupt.
+const interrupted = 130
+
 // errUsage is in the chain of errors of the command line, which end with status 2.
 var errUsage = errors.New("")
 
@@ -28,6 +31,16 @@ func noArguments(_ *cobra.Command, args []string) error {
 		return usageError{fmt.Errorf("unexpected argument %q", args[0])}
 	}
 	return nil
+}
+
+// arguments makes what check says of a command's arguments a fault of the command line, and shows how the command is called.
+func arguments(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		if err := check(c, args); err != nil {
+			return usageError{fmt.Errorf("%w: want %s", err, c.UseLine())}
+		}
+		return nil
+	}
 }
 
 type usageError struct{ error }
@@ -68,8 +81,10 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	case err == nil:
 		return 0
 	case ctx.Err() != nil && errors.Is(err, context.Canceled):
-		fmt.Fprintln(stderr, "sluice: interrupted")
-		return 130
+		if !errors.Is(err, errSilent) {
+			fmt.Fprintln(stderr, "sluice: interrupted")
+		}
+		return interrupted
 	case errors.Is(err, errSilent):
 		return 1
 	}

@@ -57,7 +57,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 	describe := &cobra.Command{
 		Use:   "describe RUN",
 		Short: "Show a run: what it was created with, where its samples are, what it is doing",
-		Args:  cobra.ExactArgs(1),
+		Args:  arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
@@ -75,7 +75,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 	closing := &cobra.Command{
 		Use:   "close RUN",
 		Short: "Close a run: nothing more is put into it, and its consumers drain what is there",
-		Args:  cobra.ExactArgs(1),
+		Args:  arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
@@ -90,7 +90,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 	deleting := &cobra.Command{
 		Use:   "delete RUN",
 		Short: "Delete a run with all its samples, refs and dead letters",
-		Args:  cobra.ExactArgs(1),
+		Args:  arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
@@ -128,7 +128,7 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
 		Example: `  sluice runs create r1 --algorithm eagle3 --max-bytes 4GiB
   sluice runs create r2 --algorithm dspark --max-bytes 16GiB --ranks 8 --per-rank 4 --largest-sample 64MiB
   sluice runs create r3 --spec r3.json`,
-		Args: cobra.ExactArgs(1),
+		Args: arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if specFile != "" {
 				if err := readJSON(specFile, "--spec", &spec); err != nil {

@@ -96,7 +96,7 @@ A token's value is never printed: create writes it to a file, which SLUICE_TOKEN
 	revoke := &cobra.Command{
 		Use:   "revoke NAME",
 		Short: "Revoke a token: its bearer, and dashboards opened with it, are refused from then on",
-		Args:  cobra.ExactArgs(1),
+		Args:  arguments(cobra.ExactArgs(1)),
 		RunE: func(_ *cobra.Command, args []string) error {
 			dir, err := stateDir(state)
 			if err != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -41,8 +42,8 @@ It ends with status 0 only if that is so.`,
 			}
 			if !o.Small {
 				status, ok, err := torture.Isolated(cmd.Context(), append(os.Args[1:], "--small"), stdout, stderr)
-				if ok && cmd.Context().Err() != nil {
-					return cmd.Context().Err()
+				if ok && err == nil && status == interrupted && cmd.Context().Err() != nil {
+					return errors.Join(cmd.Context().Err(), errSilent)
 				}
 				if ok && err == nil && status != 0 {
 					return errSilent
@@ -77,14 +78,14 @@ It ends with status 0 only if that is so.`,
 		Use:    "worker",
 		Short:  "Be a process of a torture; it is started by the torture itself",
 		Hidden: true,
-		Args:   cobra.ExactArgs(1),
+		Args:   arguments(cobra.ExactArgs(1)),
 		RunE:   func(cmd *cobra.Command, args []string) error { return torture.Work(cmd.Context(), args[0]) },
 	})
 	f := c.Flags()
 	f.DurationVar(&o.Duration, "duration", time.Minute, "how long samples are produced and processes killed; what is under way then is finished")
 	f.IntVar(&o.Producers, "producers", 2, "producer processes; every other one reaches the service over TCP")
 	f.IntVar(&o.Consumers, "consumers", 3, "consumer processes; every other one reaches the service over TCP, the others map the files")
-	f.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "seed of who is killed when")
+	f.Uint64Var(&o.Seed, "seed", 0, "seed of who is killed when; 0 takes a random one")
 	f.StringVar(&o.Dir, "dir", "", "`directory` to work in (default the temporary directory)")
 	f.BoolVar(&o.Power, "power", false, "torture a service that makes everything durable against power cuts")
 	f.BoolVar(&o.Keep, "keep", false, "keep the books and logs although nothing was found")

@@ -84,6 +84,7 @@ func Isolated(ctx context.Context, args []string, stdout, stderr io.Writer) (sta
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, stdout, stderr
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) }
 	isolate(cmd)
+	cmd.SysProcAttr.Setpgid = true // a terminal's interrupt reaches it through Cancel alone: a second signal would end it before it has cleaned up
 	if err := cmd.Start(); err != nil {
 		return 0, false, nil //nolint:nilerr // the caller goes on without, and says so
 	}

@@ -29,7 +29,7 @@ type Options struct {
 	Duration  time.Duration // in which samples are produced and processes killed; what is under way then is finished
 	Producers int           // 2 if 0
 	Consumers int           // 3 if 0
-	Seed      uint64        // of who is killed when; the rest of the world is not in its hands
+	Seed      uint64        // of who is killed when, a random one if 0; the rest of the world is not in its hands
 	Dir       string        // where the folder of the run is made; the temporary directory if empty
 	Keep      bool          // leave the folder, for who wants to read the books
 	Fault     string        // one of the service's hidden faults, which must turn the audit red
@@ -40,6 +40,7 @@ type Options struct {
 
 // Result is what came of it.
 type Result struct {
+	Seed       uint64           `json:"seed"`
 	Seconds    float64          `json:"seconds"`
 	Kills      map[string]int64 `json:"kills"` // by role: producer, consumer, service
 	Stops      int64            `json:"stops"` // SIGSTOP for longer than a lease, then SIGCONT
@@ -191,6 +192,9 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if o.Consumers == 0 {
 		o.Consumers = 3
 	}
+	if o.Seed == 0 {
+		o.Seed = 1 + uint64(rand.Uint32()) // short enough to be typed, and exact in any JSON reader
+	}
 	if o.Dir == "" {
 		o.Dir = os.TempDir()
 	}
@@ -204,7 +208,7 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &rack{o: &o, exe: exe, rand: rand.New(rand.NewPCG(o.Seed, 0)), workers: map[string]*process{}, result: &Result{Kills: map[string]int64{"producer": 0, "consumer": 0, "service": 0}}}
+	r := &rack{o: &o, exe: exe, rand: rand.New(rand.NewPCG(o.Seed, 0)), workers: map[string]*process{}, result: &Result{Seed: o.Seed, Findings: []string{}, Kills: map[string]int64{"producer": 0, "consumer": 0, "service": 0}}}
 	folder, err := scratch.New(o.Dir, "sluice-torture-")
 	if err != nil {
 		return nil, &sluice.Error{Kind: sluice.Denied, Op: "torture", Subject: o.Dir, Detail: "cannot make a folder there", Err: err}
@@ -223,6 +227,9 @@ func Run(ctx context.Context, o Options) (*Result, error) {
 		r.result.NoDiskFull = "no file system of its own could be mounted"
 	}
 	err = r.run(ctx)
+	if ctx.Err() != nil {
+		err = ctx.Err() // what broke off because of that is no fault
+	}
 	for _, p := range append(r.all(), r.service) {
 		if p != nil {
 			if _, kerr := p.kill(); kerr != nil {
@@ -591,7 +598,7 @@ func (r *rack) close(ctx context.Context) error {
 	}
 	a := examine(lines, said)
 	r.result.audit = *a
-	r.result.Findings = a.findings
+	r.result.Findings = append(r.result.Findings, a.findings...)
 	r.result.judge(r.o)
 	if err := r.leaks(ctx, run.Store()); err != nil {
 		return err
@@ -702,7 +709,7 @@ func (r *Result) Print(w io.Writer) {
 	if !r.OK() {
 		verdict = "FAILED"
 	}
-	fmt.Fprintf(w, "%s: %d samples put, %d acked, %d dead, %d delivered again, in %.0f s\n", verdict, r.Produced, r.Acked, r.Dead, r.Redelivered, r.Seconds)
+	fmt.Fprintf(w, "%s: %d samples put, %d acked, %d dead, %d delivered again, in %.0f s, with seed %d\n", verdict, r.Produced, r.Acked, r.Dead, r.Redelivered, r.Seconds, r.Seed)
 	fmt.Fprintf(w, "killed with SIGKILL: %d producers (%d of the processes in the middle of storing a sample), %d consumers, the service %d times; stopped beyond their leases: %d\n", r.Kills["producer"], r.InUpload, r.Kills["consumer"], r.Kills["service"], r.Stops)
 	if r.NoDiskFull == "" {
 		fmt.Fprintf(w, "the disk was full for %.1f s\n", r.DiskFull)
