@@ -223,8 +223,12 @@ func listRuns(w io.Writer, runs []wire.Run) error {
 	fmt.Fprintln(t, "RUN\tSTATE\tUSED\tCAP\tPENDING\tLEASED\tACKED\tDEAD\tBOTTLENECK")
 	for i := range runs {
 		r := &runs[i].Status
-		level := levelOf(r)
 		state, _, _ := strings.Cut(stateOf(r), ":")
+		if r.Unavailable != "" {
+			fmt.Fprintf(t, "%s\t%s\t-\t-\t-\t-\t-\t-\t-\n", inspect.Clean(r.RunID), state)
+			continue
+		}
+		level := levelOf(r)
 		side, _, _ := strings.Cut(r.Bottleneck, ":")
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d\t%s\n", inspect.Clean(r.RunID), state, level.Unit(level.Level), level.Unit(level.Cap), r.Pending, r.Outstanding, r.Acked, r.Dead, inspect.Clean(side))
 	}

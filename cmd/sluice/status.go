@@ -145,6 +145,10 @@ func plainStatus(s *wire.ServiceStatus, now time.Time) []string {
 	var lines []string
 	for i := range s.Runs {
 		r := &s.Runs[i]
+		if r.Unavailable != "" {
+			lines = append(lines, fmt.Sprintf("%s %s unavailable: %s", at, inspect.Clean(r.RunID), inspect.Clean(r.Unavailable)))
+			continue
+		}
 		level := levelOf(r)
 		lines = append(lines, fmt.Sprintf("%s %s %s  %s of %s  pending %d  leased %d  put %d  acked %d  redelivered %d  dead %d  producers waiting %d  consumers waiting %d  %s",
 			at, inspect.Clean(r.RunID), stateOf(r), level.Unit(level.Level), level.Unit(level.Cap), r.Pending, r.Outstanding, r.Put, r.Acked, r.Redelivered, r.Dead, r.ProducersWaiting, r.ConsumersWaiting, inspect.Clean(r.Bottleneck)))
@@ -171,6 +175,9 @@ func statusLines(s *wire.ServiceStatus, width int) []string {
 
 func runLines(r *wire.Status, width int) []string {
 	lines := wrap(inspect.Clean(r.RunID)+"  "+stateOf(r), width)
+	if r.Unavailable != "" { // it has no figures
+		return lines
+	}
 	level := levelOf(r)
 	bar := min(width, 100) - 4
 	lines = append(lines, "  "+level.Bar(bar), "  "+level.Marks(bar))
@@ -221,7 +228,7 @@ func levelOf(r *wire.Status) gauge.Gauge {
 func stateOf(r *wire.Status) string {
 	switch {
 	case r.Unavailable != "":
-		return "unavailable"
+		return "unavailable: " + inspect.Clean(r.Unavailable)
 	case r.Wedged != "":
 		return "wedged"
 	case r.Closed && r.Pending+r.Outstanding == 0:
@@ -229,7 +236,7 @@ func stateOf(r *wire.Status) string {
 	case r.Closed:
 		return "draining"
 	case r.Paused:
-		return "paused: above the high mark"
+		return "paused: producers wait until the level is at the low mark"
 	case r.Starving:
 		return "open: consumers are starving"
 	}

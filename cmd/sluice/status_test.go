@@ -9,6 +9,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -38,7 +39,7 @@ func TestStatusSaysWhoWaitsForWhat(t *testing.T) {
 	t.Parallel()
 	text := strings.Join(statusLines(busyStatus(), 100), "\n")
 	for _, want := range []string{
-		"sluice v1 on trainer-3, pid 7, up 1h2m, ready", "the runs' caps take 64.0 MiB of 1.0 GiB; 3 sessions", "r1  paused: above the high mark", "56.0 MiB of 64.0 MiB used: resident 48.0 MiB, reserved 8.0 MiB",
+		"sluice v1 on trainer-3, pid 7, up 1h2m, ready", "the runs' caps take 64.0 MiB of 1.0 GiB; 3 sessions", "r1  paused: producers wait until the level is at the low mark", "56.0 MiB of 64.0 MiB used: resident 48.0 MiB, reserved 8.0 MiB",
 		"low 16.0 MiB", "high 48.0 MiB", "pending 12   leased 3   dead 1   put 1000   acked 984   redelivered 2", "waiting: 1 producer for room, 2 consumers for samples; the oldest lease is 12s old",
 		"bottleneck: the trainer: producers waited 40s", "producer target-0: running, put 1000, seen 200ms ago", "consumer rank-0: works, 3 leases (12.0 MiB)", "consumer evil?[2J?name: waits",
 		"r2  done", "3 samples of 4 samples used", "cause: the ?target??failed",
@@ -84,11 +85,28 @@ func TestStatusFitsANarrowTerminal(t *testing.T) {
 func TestStatesOfARun(t *testing.T) {
 	t.Parallel()
 	for want, r := range map[string]wire.Status{
-		"open": {}, "wedged": {Wedged: "x", Closed: true, Paused: true}, "done": {Closed: true}, "draining": {Closed: true, Outstanding: 1, Paused: true}, "paused: above the high mark": {Paused: true, Starving: true}, "open: consumers are starving": {Starving: true},
+		"open": {}, "unavailable: its journal failed": {Unavailable: "its journal failed", Paused: true}, "wedged": {Wedged: "x", Closed: true, Paused: true}, "done": {Closed: true}, "draining": {Closed: true, Outstanding: 1, Paused: true}, "paused: producers wait until the level is at the low mark": {Paused: true, Starving: true}, "open: consumers are starving": {Starving: true},
 	} {
 		if got := stateOf(&r); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
+	}
+}
+
+func TestARunThatCannotAnswerHasNoFigures(t *testing.T) {
+	t.Parallel()
+	r := wire.Status{RunID: "r1", Unavailable: "its journal\x1b failed"}
+	want := "r1  unavailable: its journal? failed"
+	if got := strings.Join(runLines(&r, 100), "\n"); got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	s := &wire.ServiceStatus{Runs: []wire.Status{r}}
+	if got := plainStatus(s, time.Unix(0, 0)); len(got) != 1 || !strings.HasSuffix(got[0], " r1 unavailable: its journal? failed") {
+		t.Errorf("%q", got)
+	}
+	var list strings.Builder
+	if err := listRuns(&list, []wire.Run{{Status: r}}); err != nil || !regexp.MustCompile(`(?m)^r1 +unavailable( +-){7}$`).MatchString(list.String()) {
+		t.Errorf("%q, %v", list.String(), err)
 	}
 }
 
@@ -125,7 +143,7 @@ func TestWatchRedrawsOnATerminalAndWritesLinesElsewhere(t *testing.T) {
 			t.Errorf("%d redraws: %q", n, screen)
 		}
 		lines := watch(nil, false, 12*time.Second)
-		if n := strings.Count(lines, "\n"); n != 5 || strings.Contains(lines, "\x1b") || !strings.Contains(lines, "does not answer") || !strings.Contains(lines, "r1 paused: above the high mark  56.0 MiB of 64.0 MiB") {
+		if n := strings.Count(lines, "\n"); n != 5 || strings.Contains(lines, "\x1b") || !strings.Contains(lines, "does not answer") || !strings.Contains(lines, "r1 paused: producers wait until the level is at the low mark  56.0 MiB of 64.0 MiB") {
 			t.Errorf("%d lines: %q", n, lines)
 		}
 		objects := strings.Split(strings.TrimSpace(watch(nil, true, 12*time.Second)), "\n")
