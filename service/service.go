@@ -314,7 +314,7 @@ func (s *Service) find(id string) (*run, error) {
 }
 
 func noRun(id string) *sluice.Error {
-	return &sluice.Error{Kind: sluice.NotFound, Op: "run", Subject: id, Detail: "there is no such run", Hint: "create it with POST /v1/runs"}
+	return &sluice.Error{Kind: sluice.NotFound, Op: "run", Subject: id, Detail: "there is no such run", Hint: wire.HintCreateRun}
 }
 
 // capOf is what a run's cap counts against the service's.

@@ -10,10 +10,11 @@ import (
 // byteSize is a flag that takes bytes for people: 1048576, 16MiB, 2.5GB.
 type byteSize int64
 
+// byteUnits are in the order in which a size is shown: the largest that divides it.
 var byteUnits = []struct {
 	name string
 	size float64
-}{{"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}, {"TiB", 1 << 40}, {"KB", 1e3}, {"MB", 1e6}, {"GB", 1e9}, {"TB", 1e12}, {"B", 1}, {"", 1}}
+}{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10}, {"TB", 1e12}, {"GB", 1e9}, {"MB", 1e6}, {"KB", 1e3}, {"B", 1}, {"", 1}}
 
 func (b *byteSize) Set(s string) error {
 	for _, u := range byteUnits {
@@ -32,6 +33,15 @@ func (b *byteSize) Set(s string) error {
 	return fmt.Errorf("want whole bytes of 0 or more, as 1048576, 16MiB or 2.5GB")
 }
 
-func (b *byteSize) String() string { return strconv.FormatInt(int64(*b), 10) }
+// String is the shortest exact form that [byteSize.Set] takes.
+func (b *byteSize) String() string {
+	n := int64(*b)
+	for _, u := range byteUnits {
+		if size := int64(u.size); n != 0 && size > 1 && n%size == 0 {
+			return strconv.FormatInt(n/size, 10) + u.name
+		}
+	}
+	return strconv.FormatInt(n, 10)
+}
 
 func (b *byteSize) Type() string { return "size" }

@@ -53,9 +53,9 @@ type caller struct {
 const callTime = 30 * time.Second
 
 func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
-	where := s.url
+	where, from := s.url, "--url"
 	if where == "" {
-		where = os.Getenv(wire.EnvURL)
+		where, from = os.Getenv(wire.EnvURL), wire.EnvURL
 	}
 	dir, err := stateDir(s.state)
 	if where == "" {
@@ -74,7 +74,7 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 	}
 	ca := s.caFile
 	invalid := func(detail string) (*caller, error) {
-		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: "--url", Detail: detail, Hint: "want http://host:port, https://host:port or unix:/path"}
+		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "service", Subject: from, Detail: detail, Hint: "want http://host:port, https://host:port or unix:/path"}
 	}
 	transport := &http.Transport{DisableKeepAlives: true}
 	c := &caller{where: where, base: where, token: token, http: &http.Client{Transport: transport, Timeout: callTime, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}}
@@ -86,6 +86,8 @@ func (s *serviceFlags) dial(stderr io.Writer) (*caller, error) {
 	} else {
 		u, err := url.Parse(where)
 		switch {
+		case !strings.ContainsAny(where, "/@?#"): // what has none of these holds no secret
+			return invalid(fmt.Sprintf("is %q: http:// or https:// is missing before it", where))
 		case err != nil:
 			return invalid("is no address") // err may quote a secret
 		case u.User != nil || u.RawQuery != "" || u.Fragment != "":
@@ -140,7 +142,21 @@ func (c *caller) do(ctx context.Context, method, path string, in, out any) error
 		if errors.As(err, &u) {
 			err = u.Err // without the address, which is the subject
 		}
-		return &sluice.Error{Kind: sluice.Unavailable, Op: "service", Subject: c.where, Detail: "does not answer", Err: err, Hint: "is it running? start one with `sluice serve`"}
+		detail, hint := "does not answer", "is it running? start one with `sluice serve`"
+		var (
+			unknown x509.UnknownAuthorityError
+			name    x509.HostnameError
+			plain   tls.RecordHeaderError
+		)
+		switch {
+		case errors.As(err, &unknown):
+			detail, hint = "its certificate is not trusted", "name a certificate to trust with --ca-file; `serve --tls-self-signed` makes tls-cert.pem in its state directory"
+		case errors.As(err, &name):
+			detail, hint = "its certificate is for other names", "call it by one of these, or have it serve with --allow-host"
+		case errors.As(err, &plain):
+			detail, hint = "does not answer with TLS", "does it serve http:// there?"
+		}
+		return &sluice.Error{Kind: sluice.Unavailable, Op: "service", Subject: c.where, Detail: detail, Err: err, Hint: hint}
 	}
 	var body io.Reader
 	if in != nil {
@@ -176,6 +192,12 @@ func (c *caller) do(ctx context.Context, method, path string, in, out any) error
 		var p wire.Problem
 		if json.Unmarshal(data, &p) != nil || p.Code == "" {
 			return unavailable(fmt.Errorf("it answered %s without a problem document: that is no Sluice service", resp.Status))
+		}
+		switch p.Hint {
+		case wire.HintCreateRun:
+			p.Hint = "create it with `sluice runs create`"
+		case wire.HintToken:
+			p.Hint = "name a file with a token with --token-file, see `sluice token`"
 		}
 		return p.Err()
 	}

@@ -21,8 +21,8 @@ caps, totals, sessions, samples with their owners and pins, reservations, and fi
 
 It opens no session and takes no lock that anybody waits for, so it may look at a store in use. The status is 1 if anything is corrupt or inconsistent; a value that is NaN or infinite counts as that.`,
 		Example: `  sluice inspect s-17.safetensors
-  sluice inspect /dev/shm/sluice/r1
-  sluice inspect --verify --json /dev/shm/sluice/r1`,
+  sluice inspect /dev/shm/sluice-1000/3bf2aa6b9c332364/runs/r1    # as sluice runs describe r1 shows it
+  sluice inspect --verify --json /mnt/nvme/sluice/runs/r1`,
 		Args: arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			var report interface {

@@ -126,7 +126,7 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
 		Use:   "create RUN",
 		Short: "Create a run; to create it again with the same settings is success",
 		Example: `  sluice runs create r1 --algorithm eagle3 --max-bytes 4GiB
-  sluice runs create r2 --algorithm dspark --max-bytes 16GiB --ranks 8 --per-rank 4 --largest-sample 64MiB
+  sluice runs create r2 --algorithm dspark --max-bytes 4GiB --ranks 4 --per-rank 4 --largest-sample 64MiB
   sluice runs create r3 --spec r3.json`,
 		Args: arguments(cobra.ExactArgs(1)),
 		RunE: func(cmd *cobra.Command, args []string) error {

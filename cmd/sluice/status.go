@@ -5,11 +5,13 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/gauge"
 	"github.com/sluice-ml/sluice/internal/inspect"
 	"github.com/sluice-ml/sluice/internal/wire"
@@ -27,19 +29,27 @@ func statusCommand(stdout, stderr io.Writer) *cobra.Command {
 		watch, asJSON bool
 	)
 	c := &cobra.Command{
-		Use:   "status",
-		Short: "Show what a service and its runs are doing, and what they wait for",
+		Use:   "status [RUN]",
+		Short: "Show what a service and its runs, or one of them, are doing, and what they wait for",
 		Example: `  sluice status
+  sluice status r1
   sluice status --watch
   sluice status --url https://trainer-3:7447 --token-file operator.token --json`,
-		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		Args: arguments(cobra.MaximumNArgs(1)),
+		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
 			}
 			look := func(ctx context.Context) (s wire.ServiceStatus, err error) {
-				return s, call.do(ctx, http.MethodGet, "/v1/status", nil, &s)
+				err = call.do(ctx, http.MethodGet, "/v1/status", nil, &s)
+				if err == nil && len(args) > 0 {
+					s.Runs = slices.DeleteFunc(s.Runs, func(r wire.Status) bool { return r.RunID != args[0] })
+					if len(s.Runs) == 0 {
+						err = &sluice.Error{Kind: sluice.NotFound, Op: "status", Subject: args[0], Detail: "there is no such run", Hint: "`sluice runs` lists them"}
+					}
+				}
+				return s, err
 			}
 			if watch {
 				return watchStatus(cmd.Context(), stdout, terminalSize(stdout), asJSON, look)

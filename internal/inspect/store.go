@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"path/filepath"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/safetensors"
@@ -41,12 +42,25 @@ func Store(ctx context.Context, dir string, verify bool) (*StoreReport, error) {
 		}
 	}
 	in, err := dirstore.Inspect(ctx, dir, &o)
+	if err != nil && holdsRuns(dir) {
+		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "inspect", Subject: dir, Detail: "is the root of a service's stores, one for each run", Hint: "inspect " + filepath.Join(Clean(dir), "runs", "<run>")}
+	}
 	if err != nil {
 		return nil, err
 	}
 	r.Inspection = in
 	r.OK = len(in.Findings) == 0
 	return r, nil
+}
+
+// holdsRuns tells the directory of a service's store, which holds the runs' stores, from one of these.
+func holdsRuns(dir string) bool {
+	id, err := os.Lstat(filepath.Join(dir, "id"))
+	if err != nil || !id.Mode().IsRegular() {
+		return false
+	}
+	runs, err := os.Lstat(filepath.Join(dir, "runs"))
+	return err == nil && runs.IsDir()
 }
 
 func check(ctx context.Context, f *os.File) (v *Verified, wrong []string) {

@@ -38,6 +38,12 @@ type Problem struct { //nolint:errname // RFC 9457 calls it so
 	Request string `json:"request,omitempty" doc:"Id of the call in the service's log."`
 }
 
+// Hints that are in the words of the API; the command line has words of its own for them.
+const (
+	HintCreateRun = "create it with POST /v1/runs"
+	HintToken     = "send Authorization: Bearer and a token from the service's state directory, see `sluice token`"
+)
+
 var kinds = map[sluice.Kind]struct {
 	status int
 	title  string

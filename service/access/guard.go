@@ -203,7 +203,7 @@ func fromOwnPage(r *http.Request) bool {
 }
 
 func noToken(detail string) *wire.Problem {
-	return &wire.Problem{Status: http.StatusUnauthorized, Code: wire.CodeUnauthorized, Title: "No valid token", Detail: detail, Hint: "send Authorization: Bearer and a token from the service's state directory, see `sluice token`"}
+	return &wire.Problem{Status: http.StatusUnauthorized, Code: wire.CodeUnauthorized, Title: "No valid token", Detail: detail, Hint: wire.HintToken}
 }
 
 // unauthorized counts a try with a wrong token, and answers it. Who has failed often is told to wait, which keeps the log short and guesses slow; a right token is heard nevertheless, or
