@@ -215,7 +215,7 @@ func (r *putRecord) encode() []byte {
 	return append(b, '}')
 }
 
-// recordWriter writes the fields of a record as encoding/json would, which takes five times as long for the same.
+// recordWriter writes the fields of a record as encoding/json would: in batches that was the largest part of what a queue did.
 type recordWriter []byte
 
 func (w *recordWriter) text(field, v string, always bool) {

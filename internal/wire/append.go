@@ -47,6 +47,12 @@ func (d *Delivery) AppendJSON(b []byte) ([]byte, error) {
 			return nil, err
 		}
 	}
+	if d.WaitedSeconds != 0 {
+		var err error
+		if b, err = appendValue(append(b, `,"waited_seconds":`...), d.WaitedSeconds); err != nil {
+			return nil, err
+		}
+	}
 	return append(b, '}'), nil
 }
 

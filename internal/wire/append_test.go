@@ -2,6 +2,7 @@ package wire
 
 import (
 	"encoding/json"
+	"reflect"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -36,6 +37,7 @@ func TestADeliveryIsWrittenAsJSONWouldWriteIt(t *testing.T) {
 		if rapid.Bool().Draw(t, "cause") {
 			d.Cause = &Problem{Code: "target_fault", Detail: rapid.String().Draw(t, "detail")}
 		}
+		d.WaitedSeconds = Seconds(rapid.SampledFrom([]float64{0, 0.25, 1e-9}).Draw(t, "waited"))
 		want, err := json.Marshal(d)
 		if err != nil {
 			t.Fatal(err)
@@ -55,6 +57,10 @@ func TestADeliveryIsWrittenAsJSONWouldWriteIt(t *testing.T) {
 			t.Errorf("-json +hand\n%s", d)
 		}
 	})
+	// What is added to them must be written by hand too, and drawn above.
+	if d, l := reflect.TypeFor[Delivery]().NumField(), reflect.TypeFor[Lease]().NumField(); d != 4 || l != 5 {
+		t.Errorf("a delivery has %d fields and a lease %d, AppendJSON knows of 4 and 5", d, l)
+	}
 	d := &Delivery{Leases: make([]Lease, 1)}
 	if got, err := d.AppendJSON(nil); err == nil {
 		t.Errorf("a lease without a ref was written: %s", got)
