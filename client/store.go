@@ -370,7 +370,7 @@ func (s *store) check(ref sluice.Ref, m *safetensors.Mapping) ([]sluice.Feature,
 	return features, nil
 }
 
-// Release gives up the pin, with some time more if ctx has ended, and if the service does not answer, when it does again. A mapping that is still open keeps its bytes counted.
+// Release gives up the pin, with some time of its own if ctx has ended before, and if the service does not answer within that, when it does again. A mapping that is still open keeps its bytes counted.
 func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 	if h.StoreURI != s.info.URI || h.ID == (sluice.HandleID{}) {
 		return nil
@@ -392,8 +392,11 @@ func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 	if s.c.isClosed() {
 		return nil // it went with the session
 	}
-	ctx, cancel := outlive(ctx)
-	defer cancel()
+	if ctx.Err() != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = background(ctx)
+		defer cancel()
+	}
 	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{h.ID.String()}, Keep: keep}})
 	if err != nil && p != nil {
 		s.c.owe(s.run, h.ID.String(), keep)

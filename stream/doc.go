@@ -40,5 +40,9 @@
 // all of the run's producers have ended, and consumers see io.EOF behind what was enqueued. Whoever stops a pipeline for another to go on in its place says so by PipelineOptions.LeaveOpen.
 // Whatever was produced but did not reach the queue is taken out of the store again.
 //
+// Ending does not wait for a service that is away: [Loader.Close] and [Loader.CloseWithError] take 5 seconds in all, also under a context without a deadline; a [Pipeline] that is
+// stopped gives 5 seconds to taking a sample back and 5 to its last report. Leases that were not given back run out by themselves, or end with their client's session. A program that
+// ends by [os/signal.NotifyContext] calls its stop once the context is done, so that a second ^C ends it at once.
+//
 // All errors are [*sluice.Error] values, or wrap one, or are the context's. Retries, skips and losses are reported as [Event] values.
 package stream

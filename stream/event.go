@@ -92,8 +92,8 @@ func sleep(ctx context.Context, clock sluice.Clock, d time.Duration) bool {
 	}
 }
 
-// cleanupTime bounds the work that has to be done although the caller's context has ended.
-const cleanupTime = 10 * time.Second
+// cleanupTime bounds the work that has to be done although the caller's context has ended, and all of a Loader's Close: who ends does not wait for what is away.
+const cleanupTime = 5 * time.Second
 
 // cleanup returns a context for that work.
 func cleanup(ctx context.Context) (context.Context, context.CancelFunc) {

@@ -509,7 +509,9 @@ func (l *Loader) emit(e Event) {
 // is returned, since it is in no state of the trainer's that counts. Batches made ahead are returned: they cost no budget. Pins and memory go, the goroutines end, and the consumer
 // leaves the queue.
 //
-// It is idempotent. If it fails, because the queue is unavailable or the context ends, it may be called again; leases that nobody settles run out.
+// It takes 5 seconds at most, whatever the context and Patience allow, so that a trainer can end while the service is away: then it fails with ErrUnavailable. Leases that it could not
+// give back run out by themselves, or end with their client's session, and their samples come again. It is idempotent, and after a failure it may be called again, with 5 seconds more. A
+// trainer whose last acknowledgement in AckOnNext mode is worth Patience calls ConsumeNow before it.
 func (l *Loader) Close(ctx context.Context) error { return l.CloseWithError(ctx, nil) }
 
 // CloseWithError is Close for a trainer that failed: what is not safe by a step is failed with the cause instead of acknowledged. A nil cause is Close. (Upstream acknowledges a batch whose
@@ -521,6 +523,16 @@ func (l *Loader) CloseWithError(ctx context.Context, cause error) error {
 	}
 	l.mu.Unlock()
 	l.cancel(errLoaderClosed)
+	bounded, cancel := context.WithTimeout(ctx, cleanupTime)
+	defer cancel()
+	err := l.close(bounded)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		err = &sluice.Error{Kind: sluice.Unavailable, Op: "stream: loader: close", Detail: fmt.Sprintf("could not give everything back within %v; leases that are left run out by themselves, or end with the session", cleanupTime), Err: err}
+	}
+	return err
+}
+
+func (l *Loader) close(ctx context.Context) error {
 	if err := l.enter(ctx); err != nil {
 		return err
 	}
@@ -535,14 +547,19 @@ func (l *Loader) CloseWithError(ctx context.Context, cause error) error {
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-	l.letGo()
+	pieces := l.parts
+	l.parts = nil
+	if l.current != nil {
+		l.current.Features = nil
+		pieces = append(pieces, l.current.pieces...)
+		l.current = nil
+	}
 	for len(l.ready) > 0 {
 		if m := <-l.ready; m.batch != nil {
-			l.free(m.batch.pieces)
+			pieces = append(pieces, m.batch.pieces...)
 		}
 	}
-	l.free(l.parts)
-	l.parts = nil
+	l.release(ctx, pieces)
 	if !l.started {
 		l.done = true
 		return nil
@@ -639,17 +656,26 @@ func (l *Loader) letGo() {
 
 // free gives up pins and memory. The leases stay.
 func (l *Loader) free(pieces []*piece) {
+	ctx, cancel := cleanup(l.ctx)
+	defer cancel()
+	l.release(ctx, pieces)
+}
+
+// release is free within the time of ctx: all at once, so that a store that does not answer is waited for once and not once a piece.
+func (l *Loader) release(ctx context.Context, pieces []*piece) {
+	var all sync.WaitGroup
 	for _, p := range pieces {
 		if p.tensors == nil {
 			continue
 		}
-		ctx, cancel := cleanup(l.ctx)
-		if err := p.tensors.Release(ctx); err != nil {
-			l.emit(Event{Kind: Unreleased, Op: "release", SampleID: p.lease.Ref.SampleID(), Err: err})
-		}
-		cancel()
-		p.tensors, p.sample.Features = nil, nil
+		all.Go(func() {
+			if err := guard(sluice.Invalid, "stream: loader: release", func() error { return p.tensors.Release(ctx) }); err != nil {
+				l.emit(Event{Kind: Unreleased, Op: "release", SampleID: p.lease.Ref.SampleID(), Err: err})
+			}
+			p.tensors, p.sample.Features = nil, nil
+		})
 	}
+	all.Wait()
 }
 
 // stillHeld reports whether no lease of a batch made ahead was lost in the meantime.

@@ -1080,6 +1080,160 @@ func TestCloseEndsACallThatWaitsForAQueueThatIsAway(t *testing.T) {
 	})
 }
 
+// silentQueue and silentStore answer nothing once they are away: a call ends with its context. fast says that it fails at once instead, as where nobody listens.
+type silentQueue struct {
+	*fakeQueue
+	away, fast *atomic.Bool
+}
+
+func absent(ctx context.Context, away, fast *atomic.Bool) error {
+	if !away.Load() {
+		return nil
+	}
+	if !fast.Load() {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	return sluice.ErrUnavailable
+}
+
+func (q silentQueue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.Delivery, error) {
+	if err := absent(ctx, q.away, q.fast); err != nil {
+		return sluice.Delivery{}, err
+	}
+	return q.fakeQueue.Acquire(ctx, r)
+}
+
+func (q silentQueue) Settle(ctx context.Context, r sluice.SettleRequest) ([]sluice.SettleResult, error) {
+	if err := absent(ctx, q.away, q.fast); err != nil {
+		return nil, err
+	}
+	return q.fakeQueue.Settle(ctx, r)
+}
+
+func (q silentQueue) Leave(ctx context.Context, c sluice.Consumer) error {
+	if err := absent(ctx, q.away, q.fast); err != nil {
+		return err
+	}
+	return q.fakeQueue.Leave(ctx, c)
+}
+
+func (q silentQueue) Report(ctx context.Context, r sluice.ProducerReport) error {
+	if err := absent(ctx, q.away, q.fast); err != nil {
+		return err
+	}
+	return q.fakeQueue.Report(ctx, r)
+}
+
+type silentStore struct {
+	*fakeStore
+	away, fast *atomic.Bool
+}
+
+func (s silentStore) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error) {
+	x, err := s.fakeStore.Get(ctx, ref)
+	if err != nil {
+		return nil, err
+	}
+	return sluice.NewTensors(s, x.Handle, x.Features, x.Close), nil
+}
+
+func (s silentStore) Release(ctx context.Context, h sluice.Handle) error {
+	if err := absent(ctx, s.away, s.fast); err != nil {
+		return err
+	}
+	return s.fakeStore.Release(ctx, h)
+}
+
+func TestATrainerEndsWithinSecondsWhileTheServiceIsAway(t *testing.T) {
+	t.Parallel()
+	for _, leased := range []bool{false, true} {
+		for _, storeToo := range []bool{false, true} {
+			for _, atOnce := range []bool{false, true} {
+				t.Run(fmt.Sprintf("leased=%v,store=%v,refused=%v", leased, storeToo, atOnce), func(t *testing.T) {
+					t.Parallel()
+					synctest.Test(t, func(t *testing.T) {
+						r := newRig(t, plenty, targettest.Options{}, nil)
+						if leased {
+							r.fill(t, 9)
+						}
+						var away, storeAway, fast atomic.Bool
+						fast.Store(atOnce)
+						l := r.loader(t, func(c *LoaderConfig) {
+							c.Queue, c.Store = silentQueue{r.queue, &away, &fast}, silentStore{r.store, &storeAway, &fast}
+							c.Batch, c.Prefetch, c.Ack = 1, 3, AckOnStep
+						})
+						ctx, interrupt := context.WithCancel(t.Context())
+						var begin time.Time
+						go func() {
+							time.Sleep(time.Second)
+							away.Store(true)
+							storeAway.Store(storeToo)
+							time.Sleep(time.Minute)
+							begin = time.Now()
+							interrupt()
+						}()
+						var err error
+						for _, err = range l.All(ctx) {
+							<-ctx.Done()
+						}
+						if !errors.Is(err, context.Canceled) {
+							t.Fatalf("the loop ended by %v", err)
+						}
+						err = l.CloseWithError(context.WithoutCancel(ctx), err)
+						// The pull after the interrupt takes the batch's memory back, which has its own time where the store is away.
+						took, most := time.Since(begin), cleanupTime
+						if leased && storeToo {
+							most += cleanupTime
+						}
+						if took > most {
+							t.Errorf("it took %v, want %v at most", took, most)
+						}
+						wantKind(t, err, sluice.ErrUnavailable)
+						if err == nil || !strings.Contains(err.Error(), "could not give everything back within 5s; leases that are left run out by themselves") {
+							t.Errorf("Close: %v", err)
+						}
+						away.Store(false)
+						storeAway.Store(false)
+						closeLoader(t, l)
+						if st, _ := r.queue.Status(t.Context()); st.Outstanding != 0 {
+							t.Errorf("status %+v", st)
+						}
+					})
+				})
+			}
+		}
+	}
+}
+
+func TestAPipelineStopsWithinSecondsWhileItsQueueIsAway(t *testing.T) {
+	t.Parallel()
+	for _, atOnce := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			var away, fast atomic.Bool
+			fast.Store(atOnce)
+			p, err := NewPipeline(r.producer, silentQueue{r.queue, &away, &fast}, batches(nil), &PipelineOptions{KeepPolling: true, OnEvent: quiet})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := p.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Second)
+			away.Store(true)
+			time.Sleep(time.Minute)
+			begin := time.Now()
+			if err := p.Stop(context.WithoutCancel(t.Context())); err == nil {
+				t.Error("nobody was told, and Stop says nothing")
+			}
+			if took := time.Since(begin); took > cleanupTime {
+				t.Errorf("Stop took %v", took)
+			}
+		})
+	}
+}
+
 func TestAPanicInTheLoadersCallbackIsAnError(t *testing.T) {
 	t.Parallel()
 	bubble(t, 4, func(t *testing.T, r *rig, refs []sluice.Ref) {

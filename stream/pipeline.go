@@ -495,7 +495,7 @@ func (p *Pipeline) Drain(ctx context.Context) error {
 }
 
 // Stop gives up what is in work: a wait at the gate ends, a forward is cancelled, a sample that has not reached the queue is taken out of the store. It waits until that is done, for as long as ctx
-// lives, and returns the error that had ended the pipeline before, if one had. What is in the queue stays there, and leases are the trainer's. To the queue
+// lives (a store and a queue that are away get 5 seconds each, whatever ctx allows), and returns the error that had ended the pipeline before, if one had. What is in the queue stays there, and leases are the trainer's. To the queue
 // this is a regular end, like that of the prompts, unless LeaveOpen says otherwise. It may be called any number of times, and
 // before Start, which is refused then.
 func (p *Pipeline) Stop(ctx context.Context) error {

@@ -7,6 +7,9 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"os"
+	"os/signal"
+	"syscall"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/prompt"
@@ -17,7 +20,9 @@ import (
 )
 
 func main() {
-	if err := run(context.Background(), "prompts.jsonl"); err != nil {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // the first ^C ends the loop, a second one the program at once
+	if err := run(ctx, "prompts.jsonl"); err != nil {
 		log.Fatal(err)
 	}
 }
@@ -69,7 +74,7 @@ func run(ctx context.Context, file string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, loader.CloseWithError(context.WithoutCancel(ctx), err)) }()
+	defer func() { err = errors.Join(err, loader.CloseWithError(context.WithoutCancel(ctx), err)) }() // 5 seconds at most
 	for batch, err := range loader.All(ctx) {
 		if err != nil {
 			return err // also a producer's failure: a cut-off epoch never looks complete
