@@ -525,7 +525,11 @@ func (s *Service) Close(ctx context.Context) error {
 		s.admin.Lock()
 		s.err = errors.Join(s.err, s.release())
 		s.admin.Unlock()
-		s.log.Info("service stopped", "err", s.err)
+		if s.err != nil {
+			s.log.Error("service stopped", "err", s.err)
+		} else {
+			s.log.Info("service stopped")
+		}
 	})
 	return s.err
 }

@@ -199,6 +199,12 @@ func newLog(w io.Writer, format, level string) (*slog.Logger, error) {
 
 // serve opens the service, then the door, and closes them in the other order when ctx ends, which is the regular end.
 func serve(ctx context.Context, stdout io.Writer, o service.Options, door access.Options) (err error) {
+	if door.StateDir, err = stateDir(o.StateDir); err != nil {
+		return err
+	}
+	if err := door.Check(); err != nil {
+		return err
+	}
 	s, err := service.Open(ctx, o)
 	if err != nil {
 		return err

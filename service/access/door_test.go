@@ -829,3 +829,23 @@ func TestServeEndsWhenAListenerFails(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
+
+func TestATakenAddressIsFoundBeforeThereIsAStateDirectory(t *testing.T) {
+	t.Parallel()
+	l, err := net.ListenTCP("tcp", &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close() //nolint:errcheck // nobody called
+	o := Options{StateDir: filepath.Join(t.TempDir(), "none"), Listen: l.Addr().String()}
+	if err := o.Check(); !errors.Is(err, sluice.ErrConflict) {
+		t.Errorf("%v, want a conflict", err)
+	}
+	o.Listen = "127.0.0.1:0"
+	if err := o.Check(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(o.StateDir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the state directory: %v", err)
+	}
+}

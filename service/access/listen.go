@@ -78,29 +78,70 @@ func listenUnix(dir string) (*net.UnixListener, error) {
 
 // listenTCP listens on o.Listen. An address that other hosts can reach needs TLS, unless the option with the honest name is set.
 func listenTCP(o *Options) (*net.TCPListener, *tls.Config, error) {
-	refuse := func(kind sluice.Kind, detail, hint string, err error) (*net.TCPListener, *tls.Config, error) {
-		return nil, nil, &sluice.Error{Kind: kind, Op: "listen", Subject: o.Listen, Detail: detail, Hint: hint, Err: err}
-	}
-	addr, err := net.ResolveTCPAddr("tcp", o.Listen)
+	addr, err := o.address()
 	if err != nil {
-		return refuse(sluice.Invalid, "is no address, want host:port", "", err)
+		return nil, nil, err
 	}
 	config, err := tlsConfig(o, addr)
 	if err != nil {
 		return nil, nil, err
 	}
-	if config == nil && !addr.IP.IsLoopback() && !o.InsecurePlaintext {
-		return refuse(sluice.Invalid, "other hosts can reach this address, and tokens and samples would cross the network in the clear",
+	l, err := listenAt(o.Listen, addr)
+	return l, config, err
+}
+
+// Check refuses what [Open] would refuse, as far as that can be told before there is a state directory: a start that must fail then leaves none behind.
+func (o *Options) Check() error {
+	if o.Listen == "" {
+		return nil
+	}
+	addr, err := o.address()
+	if err != nil {
+		return err
+	}
+	if o.TLSCert != "" {
+		if _, err := loadPair(o.TLSCert, o.TLSKey); err != nil {
+			return err
+		}
+	}
+	if _, err := os.Stat(o.StateDir); err == nil {
+		return nil // if the address is taken, then perhaps by the service that owns the directory, which is the better thing to say
+	}
+	l, err := listenAt(o.Listen, addr)
+	if err != nil {
+		return err
+	}
+	return l.Close()
+}
+
+// address is that of o.Listen, if the options allow it.
+func (o *Options) address() (*net.TCPAddr, error) {
+	refuse := func(detail, hint string, err error) (*net.TCPAddr, error) {
+		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "listen", Subject: o.Listen, Detail: detail, Hint: hint, Err: err}
+	}
+	addr, err := net.ResolveTCPAddr("tcp", o.Listen)
+	if err != nil {
+		return refuse("is no address, want host:port", "", err)
+	}
+	if err := o.checkTLS(); err != nil {
+		return nil, err
+	}
+	if o.TLSCert == "" && !o.TLSSelfSigned && !addr.IP.IsLoopback() && !o.InsecurePlaintext {
+		return refuse("other hosts can reach this address, and tokens and samples would cross the network in the clear",
 			"give --tls-cert and --tls-key, or --tls-self-signed; or listen on 127.0.0.1", nil)
 	}
+	return addr, nil
+}
+
+func listenAt(name string, addr *net.TCPAddr) (*net.TCPListener, error) {
 	l, err := net.ListenTCP("tcp", addr)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return refuse(sluice.Conflict, "another program listens there", "choose another with --listen (port 0 takes a free one), or none with --no-tcp", nil)
+		return nil, &sluice.Error{Kind: sluice.Conflict, Op: "listen", Subject: name, Detail: "another program listens there", Hint: "choose another with --listen (port 0 takes a free one), or none with --no-tcp"}
 	}
 	if err != nil {
-		return refuse(sluice.Denied, "", "", err)
+		return nil, &sluice.Error{Kind: sluice.Denied, Op: "listen", Subject: name, Err: err}
 	}
-	return l, config, nil
+	return l, nil
 }
 
 // bounded accepts no more connections than it has room for; the rest wait in the kernel's line. It does not wrap connections, which would take sendfile from downloads: whoever serves

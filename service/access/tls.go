@@ -32,14 +32,21 @@ const (
 	certRenew = 30 * 24 * time.Hour // a start within so much of its end makes a new one
 )
 
-// tlsConfig is nil if the options ask for no TLS.
+// checkTLS refuses options that contradict each other.
+func (o *Options) checkTLS() error {
+	switch {
+	case (o.TLSCert == "") != (o.TLSKey == ""):
+		return &sluice.Error{Kind: sluice.Invalid, Op: "tls", Detail: "a certificate and its key go together", Hint: "give both --tls-cert and --tls-key"}
+	case o.TLSCert != "" && o.TLSSelfSigned:
+		return &sluice.Error{Kind: sluice.Invalid, Op: "tls", Detail: "there is a certificate and the wish for one of the service's own", Hint: "give --tls-cert and --tls-key, or --tls-self-signed"}
+	}
+	return nil
+}
+
+// tlsConfig is nil if the options, which [Options.checkTLS] has let through, ask for no TLS.
 func tlsConfig(o *Options, addr *net.TCPAddr) (*tls.Config, error) {
 	certPath, keyPath := o.TLSCert, o.TLSKey
 	switch {
-	case (certPath == "") != (keyPath == ""):
-		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "tls", Detail: "a certificate and its key go together", Hint: "give both --tls-cert and --tls-key"}
-	case certPath != "" && o.TLSSelfSigned:
-		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "tls", Detail: "there is a certificate and the wish for one of the service's own", Hint: "give --tls-cert and --tls-key, or --tls-self-signed"}
 	case certPath == "" && !o.TLSSelfSigned:
 		return nil, nil
 	case o.TLSSelfSigned:
