@@ -31,8 +31,8 @@ func (s *Sample) Feature(name string) (sluice.Tensor, bool) {
 
 // Collator joins samples to a batch: [PadTo], [Pack] or [CollateFunc].
 type Collator interface {
-	// check refuses a schema that it can't join.
-	check(s *sluice.Schema) error
+	// check refuses a schema of which it can't join n samples, whatever they are.
+	check(s *sluice.Schema, n int) error
 	join(s *sluice.Schema, items []*item) (*joined, error)
 }
 
@@ -45,7 +45,8 @@ type joined struct {
 }
 
 // PadTo joins samples along the batch axis and pads every feature at the right end of S with zeros, to the longest sample, rounded up to a multiple (of 1 if it is 0).
-// All samples must have the same features. One sample that needs neither shift nor padding is handed on without a copy.
+// All samples must have the same features. One sample that needs neither shift nor padding is handed on without a copy. The schema must have a feature with the axes [B,S,...], and for
+// batches of more than one sample a B in front of every required feature.
 func PadTo(multiple int64) Collator { return padTo{multiple} }
 
 // PackOptions bound the rows that [Pack] makes.
@@ -59,7 +60,7 @@ type PackOptions struct {
 // is shifted by itself before it is packed. The schema must have the packing features; samples may be packed already.
 func Pack(o PackOptions) Collator { return pack{o.MaxTokens, o.Multiple} }
 
-// CollateFunc joins samples by a function. Their features are shifted already, so nothing is left to do wrong; they may be changed, and end with the batch.
+// CollateFunc joins samples by a function. Their features are shifted already, so nothing is left to do wrong; they may be changed, and end with the batch. It takes any schema.
 func CollateFunc(f func(samples []Sample) ([]sluice.Feature, error)) Collator { return collateFunc{f} }
 
 // itemError says which sample of a batch is at fault.
@@ -86,7 +87,7 @@ func Collate(schema *sluice.Schema, c Collator, samples []Sample, opts *CollateO
 	if schema == nil || c == nil || len(samples) == 0 {
 		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "stream: collate", Detail: "wants a schema, a collator and at least one sample"}
 	}
-	if err := c.check(schema); err != nil {
+	if err := c.check(schema, len(samples)); err != nil {
 		return nil, err
 	}
 	if opts == nil {
@@ -226,7 +227,10 @@ func newItem(schema *sluice.Schema, norm *rmsNorm, s *Sample) (*item, error) {
 	}
 	it := &item{s: s, toNorm: -1}
 	said, ok := s.Ref.Attribute("shift")
-	if !ok || said != "0" && said != "1" {
+	if !ok && (!shifts(schema) || !slices.ContainsFunc(schema.Attributes, func(a sluice.AttributeRule) bool { return a.Name == "shift" })) {
+		said = "0" // nothing is shifted, or the schema does not speak of it
+	}
+	if said != "0" && said != "1" {
 		return nil, bad("attribute \"shift\" is %q, want \"0\" or \"1\"", said)
 	}
 	switch {
@@ -239,8 +243,11 @@ func newItem(schema *sluice.Schema, norm *rmsNorm, s *Sample) (*item, error) {
 	if err := it.readNorm(schema, norm, bad); err != nil {
 		return nil, err
 	}
+	if !slices.ContainsFunc(schema.Features, inRows) {
+		return it, nil // for a CollateFunc; the others have refused the schema
+	}
 	for i := range s.Features {
-		if f := schema.Feature(s.Features[i].Name); len(f.Axes) > 1 && f.Axes[0] == "B" && f.Axes[1] == "S" {
+		if inRows(*schema.Feature(s.Features[i].Name)) {
 			it.rows, it.cols = s.Features[i].Shape[0], s.Features[i].Shape[1]
 			break
 		}
@@ -249,6 +256,11 @@ func newItem(schema *sluice.Schema, norm *rmsNorm, s *Sample) (*item, error) {
 		return nil, bad("has no feature with the axes [B,S,...], or an empty one")
 	}
 	return it, it.readDocs(schema, bad)
+}
+
+// inRows reports whether the feature has rows of a sequence.
+func inRows(f sluice.SchemaFeature) bool {
+	return len(f.Axes) > 1 && f.Axes[0] == "B" && f.Axes[1] == "S"
 }
 
 // readNorm compares the norm state that the sample speaks of with the one that the schema gives the feature: the head, or the loss, would be fed with the wrong states
@@ -477,7 +489,21 @@ func grows(f *sluice.SchemaFeature) int {
 	return slices.Index(f.Axes, "S")
 }
 
-func (p padTo) check(*sluice.Schema) error { return notNegative("stream: pad", "multiple", p.multiple) }
+func (p padTo) check(schema *sluice.Schema, n int) error {
+	if !slices.ContainsFunc(schema.Features, inRows) {
+		return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: pad", Subject: string(schema.Name), Detail: "has no feature with the axes [B,S,...], so its samples have no rows to pad", Hint: "let a CollateFunc join them (LoaderConfig.Collate)"}
+	}
+	for i := range schema.Features {
+		if f := &schema.Features[i]; n > 1 && f.Required && (len(f.Axes) == 0 || f.Axes[0] != "B") {
+			return noBatchAxis(f.Name)
+		}
+	}
+	return notNegative("stream: pad", "multiple", p.multiple)
+}
+
+func noBatchAxis(feature string) error {
+	return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: collate", Subject: feature, Detail: "has no batch axis, so samples can't be joined; use a batch of 1 or a CollateFunc"}
+}
 
 func notNegative(op, field string, v int64) error {
 	if v < 0 {
@@ -545,7 +571,7 @@ func (p padTo) joinFeature(f *sluice.SchemaFeature, k int, items []*item, cols i
 	}
 	if len(items) > 1 {
 		if len(f.Axes) == 0 || f.Axes[0] != "B" {
-			return out, false, &sluice.Error{Kind: sluice.SchemaError, Op: "stream: collate", Subject: f.Name, Detail: "has no batch axis, so samples can't be joined; use a batch of 1 or a CollateFunc"}
+			return out, false, noBatchAxis(f.Name)
 		}
 		shape[0] = 0
 	}
@@ -564,7 +590,7 @@ func (p padTo) joinFeature(f *sluice.SchemaFeature, k int, items []*item, cols i
 		}
 		moved = moved || it.shift && f.Shift || it.s.Pad && isMask(f)
 	}
-	if axis >= 0 && f.Axes[axis] == "S" {
+	if axis >= 0 && f.Axes[axis] == "S" && cols > 0 { // it is 0 where no feature has rows, and the sample is alone
 		shape[axis] = cols
 	}
 	if len(items) == 1 && !moved && slices.Equal(shape, first.Shape) {
@@ -611,7 +637,7 @@ func (p padTo) joinFeature(f *sluice.SchemaFeature, k int, items []*item, cols i
 
 type pack struct{ maxTokens, multiple int64 }
 
-func (p pack) check(schema *sluice.Schema) error {
+func (p pack) check(schema *sluice.Schema, _ int) error {
 	bad := func(what, detail string) error {
 		return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: pack", Subject: what, Detail: detail}
 	}
@@ -777,7 +803,7 @@ type collateFunc struct {
 	f func([]Sample) ([]sluice.Feature, error)
 }
 
-func (c collateFunc) check(*sluice.Schema) error {
+func (c collateFunc) check(*sluice.Schema, int) error {
 	if c.f == nil {
 		return &sluice.Error{Kind: sluice.Invalid, Op: "stream: collate", Detail: "the function is nil"}
 	}

@@ -14,7 +14,8 @@
 //	input_ids  10 11 12 13 14 15  becomes  11 12 13 14 15 0
 //	loss_mask   0  0  0  1  1  1  becomes   0  0  1  1  1 0
 //
-// Samples of other producers that come shifted say "1" and are taken as they are, mask and all.
+// Samples of other producers that come shifted say "1" and are taken as they are, mask and all. Where the schema declares no attribute "shift", or shifts no feature, a sample that says nothing
+// says "0".
 //
 // Norm is settled in the same place. A sample says in the attribute "last_norm" whether its last hidden state is "pre" or "post" the target's final norm. Where the schema wants
 // post and the sample says pre, the state is normed if there is a [FinalNorm], once, and refused if there is none.

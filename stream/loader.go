@@ -42,7 +42,7 @@ type LoaderConfig struct {
 	// StepsPerCheckpoint, and it is refused instead. The last one may have fewer, and so may one that would otherwise reach into the next window (in a run
 	// with windows, let it divide the samples a rank and step) or beyond a change of the target's weights.
 	Batch   int
-	Collate Collator // PadTo(1) if nil
+	Collate Collator // PadTo(1) if nil; a schema that it can't join is refused by NewLoader
 	// FinalNorm norms last hidden states that the schema wants post-norm, of samples that say that theirs are pre-norm. Without it such samples are refused.
 	FinalNorm *FinalNorm
 	// Prefetch is how many batches are made ahead of the one that the trainer has; 1 if 0, none if negative. In a run with windows, let it be no more than the
@@ -180,7 +180,7 @@ func (s *LoaderStats) BytesPerSecond() float64 {
 
 var errLoaderClosed = &sluice.Error{Kind: sluice.Closed, Op: "stream: loader", Detail: "was closed"}
 
-// NewLoader checks the configuration. It starts nothing and asks the queue for nothing yet.
+// NewLoader checks the configuration. It starts nothing and asks the queue for nothing yet. Errors: ErrInvalid names the field; ErrSchema says what Collate can't work on.
 func NewLoader(cfg LoaderConfig) (*Loader, error) {
 	bad := func(field, format string, args ...any) error {
 		return &sluice.Error{Kind: sluice.Invalid, Op: "stream: new loader", Subject: field, Detail: fmt.Sprintf(format, args...)}
@@ -216,7 +216,7 @@ func NewLoader(cfg LoaderConfig) (*Loader, error) {
 	if cfg.Collate == nil {
 		cfg.Collate = PadTo(1)
 	}
-	if err := cfg.Collate.check(cfg.Schema); err != nil {
+	if err := cfg.Collate.check(cfg.Schema, cfg.Batch); err != nil {
 		return nil, err
 	}
 	norm, err := cfg.FinalNorm.prepare("stream: new loader")
