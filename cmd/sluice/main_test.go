@@ -35,7 +35,7 @@ func TestScripts(t *testing.T) {
 			return false, fmt.Errorf("there is no condition %q", cond) // a misspelt one must not skip a script in silence
 		},
 		Cmds: map[string]func(*testscript.TestScript, bool, []string){
-			"lastline": lastLine, "await": await, "endpoint": endpoint, "nosecrets": noSecrets,
+			"lastline": lastLine, "await": await, "awaitready": awaitReady, "endpoint": endpoint, "nosecrets": noSecrets,
 			"samplestore": sampleStore, "bytes": editBytes,
 		},
 	})

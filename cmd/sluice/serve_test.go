@@ -1,6 +1,9 @@
 package main
 
 import (
+	"context"
+	"io"
+	"net/http"
 	"os"
 	"strings"
 	"time"
@@ -21,6 +24,23 @@ func await(ts *testscript.TestScript, neg bool, args []string) {
 		}
 	}
 	ts.Fatalf("%s does not appear", args[0])
+}
+
+// awaitReady waits until all runs of the service of a state directory are open.
+func awaitReady(ts *testscript.TestScript, neg bool, args []string) {
+	if neg || len(args) != 1 {
+		ts.Fatalf("usage: awaitready state")
+	}
+	call, err := (&serviceFlags{state: ts.MkAbs(args[0])}).dial(io.Discard)
+	ts.Check(err)
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		var s wire.ServiceStatus
+		ts.Check(call.do(context.Background(), http.MethodGet, "/v1/status", nil, &s))
+		if s.Ready {
+			return
+		}
+	}
+	ts.Fatalf("%s is not ready", args[0])
 }
 
 // endpoint sets $URL and $CA to what the service of a state directory says of itself.

@@ -836,7 +836,7 @@ func TestATakenAddressIsFoundBeforeThereIsAStateDirectory(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close() //nolint:errcheck // nobody called
+	defer l.Close()
 	o := Options{StateDir: filepath.Join(t.TempDir(), "none"), Listen: l.Addr().String()}
 	if err := o.Check(); !errors.Is(err, sluice.ErrConflict) {
 		t.Errorf("%v, want a conflict", err)

@@ -87,6 +87,8 @@ var (
 	abandoned = prometheus.NewDesc("sluice_samples_abandoned_total", "Samples that were uploaded or staged, never committed, and freed. It begins with the process.", nil, nil)
 	runs      = prometheus.NewDesc("sluice_runs", "Runs that the service has.", nil, nil)
 
+	up = prometheus.NewDesc("sluice_run_up", "1 when the run answers; one that can't, because its journal failed for one, has no other series.", labels, nil)
+
 	perRun = []series{
 		counter("samples_put_total", "Samples enqueued.", func(s *wire.Status) float64 { return float64(s.Put) }),
 		counter("samples_delivered_total", "Leases handed out.", func(s *wire.Status) float64 { return float64(s.Delivered) }),
@@ -146,7 +148,7 @@ func gauge(name, help string, of func(*wire.Status) float64) series {
 }
 
 func (c *scrape) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{buildInfo, ready, started, capLimit, capUsed, sessions, abandoned, runs} {
+	for _, d := range []*prometheus.Desc{buildInfo, ready, started, capLimit, capUsed, sessions, abandoned, runs, up} {
 		out <- d
 	}
 	for i := range perRun {
@@ -170,6 +172,7 @@ func (c *scrape) Collect(out chan<- prometheus.Metric) {
 	out <- prometheus.MustNewConstMetric(abandoned, prometheus.CounterValue, float64(s.Abandoned))
 	set(runs, float64(len(s.Runs)))
 	for i := range s.Runs {
+		set(up, truth(s.Runs[i].Unavailable == ""), s.Runs[i].RunID)
 		if s.Runs[i].Unavailable != "" {
 			continue // its counters are not zero, they are not known: a gap is no reset
 		}
