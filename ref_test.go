@@ -384,7 +384,9 @@ func TestParsedRefsShareWhatIsTheSame(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if each := (live() - before) / n; each > most {
+		each := (live() - before) / n
+		t.Logf("%s: %d bytes each", name, each)
+		if each > most {
 			t.Errorf("%s: a ref takes %d bytes, want at most %d", name, each, most)
 		}
 		clear(refs)
