@@ -238,8 +238,8 @@ func TestARunThatIsNotOpenYetIsUnavailable(t *testing.T) {
 	if l := do[wire.RunList](b, "GET", "/v1/runs", nil); len(l.Runs) != 1 || l.Runs[0].Spec.RunID != "r1" {
 		t.Errorf("listed %+v", l)
 	}
-	if a := b.send("GET", "/metrics", nil, nil); strings.Contains(string(a.body), `run="r1"`) {
-		t.Error("the counters of a run that is not open are shown, as zero")
+	if a := b.send("GET", "/metrics", nil, nil); strings.Count(string(a.body), `run="r1"`) != 1 || !strings.Contains(string(a.body), "sluice_run_up{run=\"r1\"} 0\n") {
+		t.Error("a run that is not open has other series than sluice_run_up")
 	}
 	close(hold)
 	b.waitReady()
