@@ -17,7 +17,7 @@ const (
 )
 
 // every is how often a fault happens: one in so many calls.
-const every = 7
+const every = 3
 
 // faults counts the calls in which the service's fault might happen.
 type faults struct {
