@@ -361,71 +361,42 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 	if err != nil {
 		return "", nil, err
 	}
-	p, err := q.producer(tx, r.Producer, "put")
+	var a admission
+	status, err := q.admit(tx, r, &a)
 	if err != nil {
 		return "", nil, q.endWith(tx, err)
 	}
-	ref := r.Ref
-	s := q.newSample(ref)
-	status := sluice.PutStatus("")
-	known := q.byID[s.id]
-	if known != nil {
-		if known.place == claiming {
-			again := known.rare().claimed
-			if again == nil {
-				again = make(chan struct{})
-				known.info.claimed = again
-			}
-			if err := q.end(tx); err != nil {
-				return "", nil, err
-			}
-			return "", again, nil
+	if a.later {
+		under := q.byID[r.Ref.SampleID()]
+		again := under.rare().claimed
+		if again == nil {
+			again = make(chan struct{})
+			under.info.claimed = again
 		}
-		if same := q.find(s.id, s.gen); same != nil {
-			tx.lsn = max(tx.lsn, same.lsn)
-			if same.place == gone {
-				status = same.ending.status()
-			} else {
-				status = sluice.AlreadyPut
-			}
+		if err := q.end(tx); err != nil {
+			return "", nil, err
 		}
+		return "", again, nil
 	}
-	if b, ok := q.generation(s.key, s.id, s.gen); ok {
-		tx.lsn = max(tx.lsn, b.lsn)
-		status = b.ending.status()
-	}
-	if status != "" {
+	if a.s == nil {
 		if err := q.end(tx); err != nil {
 			return "", nil, err
 		}
 		return status, nil, nil
 	}
-	if known != nil && known.live() {
-		return "", nil, q.endWith(tx, &sluice.Error{Kind: sluice.Duplicate, Op: "queue: put", Subject: s.id, Detail: fmt.Sprintf("is here in generation %s, not %s", known.gen, s.gen)})
-	}
-	if q.closed {
-		err = q.closedError("put")
-	} else if p != nil && p.state != sluice.ProducerRunning {
-		err = &sluice.Error{Kind: sluice.Conflict, Op: "queue: put", Subject: s.id, Detail: fmt.Sprintf("producer %s has reported %s", p.name, p.state)}
-	}
-	if err != nil {
-		return "", nil, q.endWith(tx, err)
-	}
 	// The id is taken before the store is asked, outside the lock, so that no other put can come between.
-	s.place = claiming
-	q.name(s, known)
 	if err := q.end(tx); err != nil {
 		q.mu.Lock()
-		q.undoName(s, known)
+		q.unadmit(&a)
 		q.mu.Unlock()
 		return "", nil, err
 	}
 
-	if err := q.guarded(func() error { return q.store.Claim(ref, q.owner) }); err != nil {
+	if err := q.guarded(func() error { return q.store.Claim(r.Ref, q.owner) }); err != nil {
 		q.mu.Lock()
-		q.undoName(s, known)
+		q.unadmit(&a)
 		q.mu.Unlock()
-		return "", nil, &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: s.id, Err: err}
+		return "", nil, &sluice.Error{Kind: claimKind(err), Op: "queue: put", Subject: r.Ref.SampleID(), Err: err}
 	}
 
 	tx, err = q.resume()
@@ -433,30 +404,10 @@ func (q *Queue) put(r *sluice.PutRequest) (sluice.PutStatus, <-chan struct{}, er
 		err = q.endWith(tx, q.closedError("put"))
 	}
 	if err != nil {
-		// A put that the next queue over this journal may see repeated must still find its sample there: that one frees it if it is not.
-		if q.journal == nil || errors.Is(err, sluice.ErrClosed) {
-			if q.guarded(func() error { return q.store.Unclaim(ref, q.owner) }) == nil {
-				q.gate.Poke()
-			}
-		}
-		q.mu.Lock()
-		q.undoName(s, known)
-		q.mu.Unlock()
+		q.withdraw(&a, err)
 		return "", nil, err
 	}
-	q.claimed(s)
-	status = sluice.Enqueued
-	rec := putRecord{T: "put", Ref: ref, Seq: q.seq + 1, Producer: r.Producer.Name, Positions: r.Positions, At: q.now, s: s}
-	if err := q.passes(ref); err != nil {
-		status, rec.Gated = sluice.Gated, true
-	}
-	q.applyPut(tx, &rec)
-	if q.journal != nil {
-		q.write(tx, rec, false)
-		s.lsn = q.lsn
-	}
-	q.moved()
-	q.wedge.granted = q.now
+	status = q.enter(tx, r, a.s)
 	if err := q.end(tx); err != nil {
 		return "", nil, err
 	}

@@ -13,12 +13,11 @@ type PutResult struct {
 	Err    error
 }
 
-// admission is a put of a PutAll on its way.
+// admission is a put on its way.
 type admission struct {
 	s         *sample // nil: the answer is there already
 	displaced *sample
-	producer  *producer
-	later     bool // another put of the same id is under way: it goes by itself, behind the others
+	later     bool // another put of the same id is under way: this one comes behind it
 }
 
 // PutAll is Put for many at once, in order: their records are written together, and one wait makes all of them durable. Each is answered for itself, as Put would.
@@ -92,9 +91,9 @@ func (q *Queue) PutAll(ctx context.Context, puts []sluice.PutRequest) []PutResul
 			for i := range under {
 				if under[i].s != nil {
 					results[i].Err = err
+					q.withdraw(&under[i], err)
 				}
 			}
-			q.unclaimAll(under, err)
 		} else {
 			for i := range under {
 				if under[i].s != nil {
@@ -148,7 +147,7 @@ func (q *Queue) admit(tx *txn, r *sluice.PutRequest, a *admission) (sluice.PutSt
 		return "", &sluice.Error{Kind: sluice.Conflict, Op: "queue: put", Subject: s.id, Detail: "producer " + p.name + " has reported " + string(p.state)}
 	}
 	s.place = claiming
-	a.s, a.producer, a.displaced = s, p, known
+	a.s, a.displaced = s, known
 	q.name(s, known)
 	return "", nil
 }
@@ -178,21 +177,15 @@ func (q *Queue) unadmit(a *admission) {
 	}
 }
 
-// unclaimAll gives back what was claimed for puts that came to nothing. With a journal, and unless the queue was closed, a repeated put must find its sample there: the next
+// withdraw gives back what was claimed for a put that came to nothing. With a journal, and unless the queue was closed, a repeated put must find its sample there: the next
 // queue over it frees it if none comes.
-func (q *Queue) unclaimAll(under []admission, why error) {
-	for i := range under {
-		s := under[i].s
-		if s == nil {
-			continue
+func (q *Queue) withdraw(a *admission, why error) {
+	if q.journal == nil || errors.Is(why, sluice.ErrClosed) {
+		if q.guarded(func() error { return q.store.Unclaim(a.s.ref, q.owner) }) == nil {
+			q.gate.Poke()
 		}
-		if q.journal == nil || errors.Is(why, sluice.ErrClosed) {
-			if q.guarded(func() error { return q.store.Unclaim(s.ref, q.owner) }) == nil {
-				q.gate.Poke()
-			}
-		}
-		q.mu.Lock()
-		q.unadmit(&under[i])
-		q.mu.Unlock()
 	}
+	q.mu.Lock()
+	q.unadmit(a)
+	q.mu.Unlock()
 }
