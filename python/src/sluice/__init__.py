@@ -1,0 +1,1 @@
+"""The trainers' side of Sluice."""
