@@ -33,7 +33,7 @@ class SluiceError(Exception):
         return f"{text} ({self.hint})" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.detail, self.op, self.subject, self.hint, self.request)
+        return _rebuild, (type(self), self.detail, self.op, self.subject, self.hint, self.request), self.__dict__
 
 
 def _rebuild(cls: type[SluiceError], detail: str, op: str, subject: str, hint: str, request: str) -> SluiceError:

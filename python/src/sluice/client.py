@@ -1,0 +1,170 @@
+"""A service, its runs, and the short way to one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from .address import resolve
+from .errors import InvalidError, NotFoundError
+from .queue import RunQueue
+from .store import RunStore
+from .transport import Transport, new_id
+
+if TYPE_CHECKING:
+    from .refs import SampleRef
+
+
+class Client:
+    """One session with a service. Made with the address of one, or without, for the service of this host; the same rules as for the command line: ``url``, ``$SLUICE_URL``, the state directory.
+
+    ``token`` or ``token_file`` prove who calls over TCP; the unix socket needs none, and the service of this host's state directory is called with the token that lies there.
+    ``ca_file`` holds the certificates that vouch for an https service. ``http_only`` never maps or writes the service's files. ``ranges`` is how many connections carry one sample that is not
+    mapped. ``patience`` is how many seconds a call goes on asking a service that does not answer.
+
+    Raises UnavailableError (nobody answers), DeniedError (no token, or one that is not known), InvalidError.
+    """
+
+    def __init__(
+        self, url: str | None = None, *, state_dir: str | os.PathLike[str] | None = None, token: str | None = None, token_file: str | os.PathLike[str] | None = None,
+        ca_file: str | os.PathLike[str] | None = None, http_only: bool = False, ranges: int = 4, patience: float = 120.0,
+    ) -> None:
+        if not 1 <= ranges <= 64:
+            raise InvalidError(f"is {ranges!r}, want 1 to 64", op="client", subject="ranges")
+        self._http_only, self._ranges = http_only, ranges
+        self._t = Transport(resolve(url, state_dir=state_dir, token=token, token_file=token_file, ca_file=ca_file), patience=patience)
+        try:
+            self.status()
+        except BaseException:
+            self._t.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where the service is."""
+        return self._t.address.name
+
+    def status(self) -> dict[str, Any]:
+        """The service and all its runs, as ``sluice status --json`` has them."""
+        answer: dict[str, Any] = self._t.call("GET", "/v1/status")
+        return answer
+
+    def runs(self) -> list[str]:
+        """The names of the runs that the token is good for."""
+        return [str(r["spec"]["run_id"]) for r in self._t.call("GET", "/v1/runs")["runs"] or []]
+
+    def create_run(
+        self, run_id: str, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None, mixed: bool = False, max_bytes: int | None = None, max_samples: int | None = None,
+        high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None, low_watermark_samples: int | None = None,
+        visibility_timeout: float | None = None, max_fails: int | None = None, max_expiries: int | None = None, producers: int | None = None, producer_timeout: float | None = None,
+        ranks: int | None = None, per_rank: int | None = None, prefetch_windows: int = 0, drop_tail: bool = False, largest_sample: int | None = None, steps_per_checkpoint: int | None = None,
+        samples_per_step: int | None = None, target_versions: list[str] | None = None, min_draft_version: str | None = None,
+    ) -> Run:
+        """Create a run, or join the one that is there with the same spec. What is left out has the service's default.
+
+        ``algorithm`` is a built-in schema (eagle3, dflash, dspark); ``schema`` a document of your own; ``mixed`` a run whose refs may be of any. Caps and marks are in bytes and samples, times in
+        seconds. ``ranks`` and ``per_rank`` deal the stream out in windows of ranks x per_rank samples, ``prefetch_windows`` of them ahead.
+
+        Raises InvalidError (naming the field), ConflictError (the run is there with another spec, or the caps of all runs would exceed the service's), DeniedError.
+        """
+        spec: dict[str, Any] = {"run_id": run_id, "caps": _given(
+            max_bytes=max_bytes, max_samples=max_samples, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
+            high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples,
+        )}
+        spec |= _given(
+            algorithm=algorithm, schema=schema, mixed=mixed or None, visibility_timeout_seconds=visibility_timeout, max_fails=max_fails, max_expiries=max_expiries, producers=producers,
+            producer_timeout_seconds=producer_timeout, largest_sample=largest_sample, steps_per_checkpoint=steps_per_checkpoint, samples_per_step=samples_per_step,
+            target_versions=target_versions, min_draft_version=min_draft_version,
+        )
+        if ranks is not None or per_rank is not None:
+            spec["windows"] = _given(ranks=ranks, per_rank=per_rank, prefetch=prefetch_windows or None, drop_tail=drop_tail or None)
+        return Run(self, self._t.call("POST", "/v1/runs", spec))
+
+    def run(self, run_id: str) -> Run:
+        """Open a run. NotFoundError if there is none of that name."""
+        return Run(self, self._t.call("GET", f"/v1/runs/{quote(run_id, safe='')}"))
+
+    def delete_run(self, run_id: str) -> None:
+        """Remove a run with all its samples and records."""
+        try:
+            self._t.call("DELETE", f"/v1/runs/{quote(run_id, safe='')}")
+        except NotFoundError as e:
+            if e.__dict__.get("attempts", 1) < 2:
+                raise  # otherwise the answer to the first attempt was lost
+
+    def close(self) -> None:
+        """End the session: reservations and pins go, leases return to the head. Tensors that were handed out stay valid. Idempotent."""
+        self._t.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Run:
+    """One run of a service: its store, its queue, and the loader over both.
+
+    ``spec`` is what it was created with, as resolved: defaults and marks filled in, the schema as a document.
+    """
+
+    def __init__(self, client: Client, described: Mapping[str, Any], *, owns_client: bool = False) -> None:
+        self.client = client
+        self.spec: dict[str, Any] = dict(described["spec"])
+        self.run_id = str(self.spec["run_id"])
+        self._owns_client = owns_client
+        self.store = RunStore(client._t, self.run_id, described["store"], self.spec, ranges=client._ranges, http_only=client._http_only)
+        self.queue = RunQueue(client._t, self.run_id, float(self.spec["visibility_timeout_seconds"]))
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema document; empty for a mixed run."""
+        return dict(self.spec.get("schema") or {})
+
+    def status(self) -> dict[str, Any]:
+        return self.queue.status()
+
+    def abort(self, ref: SampleRef) -> None:
+        """Free a sample that was stored and never enqueued."""
+        self.store.abort(ref)
+
+    def close(self) -> None:
+        """End the use of the run here; if :func:`sluice.connect` made it, the session with the service too. The run itself goes on: :meth:`RunQueue.close` ends its puts."""
+        self.store.close()
+        if self._owns_client:
+            self.client.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def connect(url: str | None = None, *, run: str, create: Mapping[str, Any] | None = None, **options: Any) -> Run:
+    """Open a run of a service, in a session of its own that ends with ``close()`` or the ``with`` block.
+
+    ``url`` is ``http://host:port``, ``https://host:port`` or ``unix:/path``; without it ``$SLUICE_URL`` or the service of this host. ``create`` holds keyword arguments of
+    :meth:`Client.create_run`: then the run is made if it is not there. ``options`` are those of :class:`Client`.
+    """
+    client = Client(url, **options)
+    try:
+        opened = client.create_run(run, **create) if create is not None else client.run(run)
+    except BaseException:
+        client.close()
+        raise
+    opened._owns_client = True
+    return opened
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {k: v for k, v in fields.items() if v is not None}
+
+
+def consumer_name(prefix: str = "consumer") -> str:
+    """A name that no other process has."""
+    return f"{prefix}-{os.uname().nodename.split('.')[0]}-{os.getpid()}-{new_id()[:8]}"

@@ -1,0 +1,397 @@
+"""The control plane: the queue of a run, through the service. It carries refs, never tensors."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from .errors import AbortedError, CorruptError, InvalidError, SluiceError, StaleError, WaitTimeoutError, from_problem
+from .refs import SampleRef
+from .transport import SLICE_SECONDS, Cancel, Cancelled, Transport, new_id
+
+MAX_BATCH = 1024
+_ABORT_POLL_SECONDS = 0.05  # how often abort_when is asked
+
+_lease_ids = itertools.count(1)
+
+
+def _next_lease_id() -> int:
+    return next(_lease_ids)
+
+
+@dataclass(frozen=True)
+class VisibilityTimeout:
+    """How long a lease lives unless it is renewed or settled, in seconds."""
+
+    seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, (int, float)) or not 0 < self.seconds < float("inf"):
+            raise InvalidError(f"is {self.seconds!r}, want a number of seconds above 0", op="VisibilityTimeout", subject="seconds")
+
+
+@dataclass(frozen=True)
+class WindowSlot:
+    """Which place of which window a lease fills."""
+
+    number: int  # of the window, from 0
+    rank: int  # whose share it is
+    slot: int  # place in that share, from 0
+    pad: bool = False  # a stand-in: its sample is in the window already, so it must not count in the loss
+    tokens: int = 0  # in the whole window, pads left out
+    supervised_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A ref that one consumer holds. ``deadline`` is on the clock of :func:`time.monotonic`, and never later than the service's; ``lease_id`` is the service's 128-bit id."""
+
+    ref: SampleRef
+    deadline: float
+    visibility_timeout: VisibilityTimeout
+    redelivery_count: int = 0
+    lease_id: int = field(default_factory=_next_lease_id)
+    window: WindowSlot | None = None
+
+    @property
+    def wire_id(self) -> str:
+        return f"{self.lease_id:032x}"
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """Who acquires and settles. A newer incarnation of a name takes over at once. ``member`` of ``members`` is its place in a replica group, which shares every sample."""
+
+    name: str
+    incarnation: int = 0
+    rank: int = 0
+    member: int = 0
+    members: int = 0
+
+    def wire(self) -> dict[str, Any]:
+        return {k: v for k, v in (("name", self.name), ("incarnation", self.incarnation), ("rank", self.rank), ("member", self.member), ("members", self.members)) if v or k == "name"}
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a row comes from in the prompt stream."""
+
+    source: str
+    epoch: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Room for one sample. It ends by itself after ``expires_seconds``, or with its session, unless it is used."""
+
+    id: str
+    bytes: int
+    expires_seconds: float
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What an acquire came to: leases; nothing yet (no lease and no end); or the end, with its cause if that was not the regular one."""
+
+    leases: tuple[Lease, ...] = ()
+    end: bool = False
+    cause: SluiceError | None = None
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What became of a lease. ``verdict`` is "ack", "fail", "fail_permanent" or "return"."""
+
+    lease_id: int
+    verdict: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SettleResult:
+    """``status`` is "settled", "already_settled" (as ``as_``), "renewed" or "stale"; ``dead`` says that the sample became a dead letter by it."""
+
+    lease_id: int
+    status: str
+    as_: str = ""
+    dead: bool = False
+
+
+@dataclass(frozen=True)
+class DeadLetter:
+    """A sample that was given up, with the reasons, oldest first. One whose bytes were ``freed`` can't be requeued."""
+
+    ref: SampleRef
+    since: str
+    fails: int
+    expiries: int
+    reasons: tuple[str, ...]
+    freed: bool
+
+
+class RunQueue:
+    """The queue of one run. Made by :class:`sluice.Run`; every method may be called from any thread.
+
+    A call that finds the service away asks again for as long as the client's patience says, and then raises UnavailableError; that is never the end of the stream.
+    """
+
+    def __init__(self, transport: Transport, run_id: str, visibility_timeout: float) -> None:
+        self._t = transport
+        self._run = f"/v1/runs/{quote(run_id, safe='')}"
+        self.run_id = run_id
+        self.visibility_timeout = VisibilityTimeout(visibility_timeout)
+
+    # -- producers -----------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, nbytes: int, *, timeout: float | None = None, producer: tuple[str, int] | None = None, abort_when: Callable[[], bool] | None = None, cancel: Cancel | None = None,
+    ) -> Reservation:
+        """Wait at the run's gate for room for one sample of ``nbytes`` bytes: the backpressure in front of the target's forward.
+
+        ``timeout`` is in seconds; None waits as long as the run lives. Raises WaitTimeoutError, AbortedError (``abort_when`` became true), FullError (larger than the cap), ClosedError,
+        WedgedError (nothing can move: it says who holds what).
+        """
+        body: dict[str, Any] = {"bytes": [nbytes], "request_id": new_id()}  # one id for all slices: it keeps the place in the line
+        if producer:
+            body["producer"] = _producer(producer)
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if abort_when is not None and abort_when():
+                self._unreserve_asked(body)
+                raise AbortedError("abort_when became true while the producer waited at the gate", op="reserve", subject=self.run_id)
+            wait = _slice(until, _ABORT_POLL_SECONDS if abort_when is not None else SLICE_SECONDS)
+            try:
+                got = self._t.call("POST", f"{self._run}/reserve", body | {"wait_seconds": wait}, wait=wait, cancel=cancel)["reservations"]
+            except (Cancelled, KeyboardInterrupt):
+                self._unreserve_asked(body)
+                raise
+            if got:
+                return Reservation(str(got[0]["id"]), int(got[0]["bytes"]), float(got[0]["expires_seconds"]))
+            if until is not None and time.monotonic() >= until:
+                self._unreserve_asked(body)
+                raise WaitTimeoutError(f"no room for {nbytes} bytes within {timeout} s", op="reserve", subject=self.run_id, hint="`sluice status` says who holds what")
+
+    def _unreserve_asked(self, body: dict[str, Any]) -> None:
+        """It may have been granted meanwhile: asking again with the same id tells, and what comes is given back."""
+        try:
+            got = self._t.call("POST", f"{self._run}/reserve", body | {"wait_seconds": 0}, patience=1.0)["reservations"]
+            self.unreserve(*(str(r["id"]) for r in got))
+        except SluiceError:
+            pass  # it ends by itself
+
+    def unreserve(self, *ids: str) -> None:
+        """Give reservations back. What is not there is passed over."""
+        for part in _chunks(ids):
+            self._t.call("POST", f"{self._run}/unreserve", {"reservations": list(part)})
+
+    def put(self, ref: SampleRef, *, positions: Iterable[Position] = (), producer: tuple[str, int] | None = None) -> str:
+        """Enqueue a stored sample. Returns "enqueued", "already" (a repetition), "settled" (it was trained on) or "gated" (a version gate dropped it)."""
+        (result,) = self.put_many([(ref, tuple(positions))], producer=producer)
+        if isinstance(result, SluiceError):
+            raise result
+        return result
+
+    def put_many(self, items: Sequence[tuple[SampleRef, Sequence[Position]]], *, producer: tuple[str, int] | None = None) -> list[str | SluiceError]:
+        """Enqueue several, in order, with one record for all. Each has its own answer: a status, or the error it would have raised."""
+        out: list[str | SluiceError] = []
+        for part in _chunks(items):
+            body: dict[str, Any] = {"items": [_item(ref, positions) for ref, positions in part]}
+            if producer:
+                body["producer"] = _producer(producer)
+            results = self._t.call("POST", f"{self._run}/commit", body)["results"]
+            if len(results) != len(part):
+                raise self._miscounted("commit")
+            out += [from_problem(r["error"]) if r.get("error") else str(r["status"]) for r in results]
+        return out
+
+    def put_blocks_until_below(
+        self, ref: SampleRef, *, positions: Iterable[Position] = (), producer: tuple[str, int] | None = None, abort_when: Callable[[], bool] | None = None, timeout: float | None = None,
+    ) -> str:
+        """Enqueue when the gate is open, or at once while consumers starve. Raises WaitTimeoutError, AbortedError, ClosedError."""
+        body: dict[str, Any] = {"items": [_item(ref, positions)], "below": True}
+        if producer:
+            body["producer"] = _producer(producer)
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if abort_when is not None and abort_when():
+                raise AbortedError("abort_when became true while the put waited at the gate", op="put", subject=ref.sample_id)
+            wait = _slice(until, _ABORT_POLL_SECONDS if abort_when is not None else SLICE_SECONDS)
+            answer = self._t.call("POST", f"{self._run}/commit", body | {"wait_seconds": wait}, wait=wait)
+            if not answer.get("paused"):
+                result = answer["results"][0]
+                if result.get("error"):
+                    raise from_problem(result["error"])
+                return str(result["status"])
+            if until is not None and time.monotonic() >= until:
+                raise WaitTimeoutError(f"the gate did not open within {timeout} s", op="put", subject=ref.sample_id)
+
+    def report(self, producer: tuple[str, int], state: str, cause: str = "") -> None:
+        """A named producer says that it is "running", "done" or "failed" (with a cause that consumers get behind the drain)."""
+        body: dict[str, Any] = {"producer": _producer(producer), "state": state}
+        if cause:
+            body["cause"] = cause[:4096]
+        self._t.call("POST", f"{self._run}/report", body)
+
+    def taken(self, source: str) -> dict[int, list[tuple[int, int]]]:
+        """Which positions of a source were committed: by epoch, ranges from the first index to behind the last."""
+        answer = self._t.call("GET", f"{self._run}/positions?source={quote(source, safe='')}")
+        return {int(t["epoch"]): [(int(a), int(b)) for a, b in t["ranges"]] for t in answer["taken"] or []}
+
+    # -- consumers -----------------------------------------------------------------------------------------------------
+
+    def acquire(self, consumer: Consumer, *, max: int = 1, timeout: float = 0.0, ahead: bool = False, cancel: Cancel | None = None) -> Delivery:
+        """Lease up to ``max`` samples, waiting up to ``timeout`` seconds for the first. ``ahead`` says that they are not needed yet, so that the run does not count as starving.
+
+        Raises StaleError when a newer incarnation has taken over, and UnavailableError.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            wait = _slice(until, SLICE_SECONDS)
+            body: dict[str, Any] = {"consumer": consumer.wire(), "max": min(max, MAX_BATCH), "wait_seconds": wait, "request_id": new_id()}
+            if ahead:
+                body["ahead"] = True
+            sent = time.monotonic()
+            try:
+                answer = self._t.call("POST", f"{self._run}/acquire", body, wait=wait, cancel=cancel)
+            except (Cancelled, KeyboardInterrupt):
+                self._hand_back(consumer, body)
+                raise
+            # Counted from when the call began: however long its answer took, no lease is thought to live when it does not.
+            delivery = self._delivery(answer, sent + float(answer.get("waited_seconds", 0)))
+            if delivery.leases or delivery.end or time.monotonic() >= until:
+                return delivery
+
+    def _delivery(self, answer: Mapping[str, Any], given: float) -> Delivery:
+        leases = []
+        for lease in answer["leases"] or []:
+            w = lease.get("window")
+            slot = WindowSlot(w["number"], w["rank"], w["slot"], bool(w.get("pad")), w.get("tokens", 0), w.get("supervised_tokens", 0)) if w else None
+            leases.append(Lease(
+                SampleRef.from_wire(lease["ref"]), given + float(lease["time_left_seconds"]), self.visibility_timeout, int(lease.get("redelivery", 0)), int(lease["id"], 16), slot,
+            ))
+        cause = answer.get("cause")
+        return Delivery(tuple(leases), bool(answer["end"]), from_problem(cause) if cause else None)
+
+    def _hand_back(self, consumer: Consumer, body: dict[str, Any]) -> None:
+        """Return what an acquire was given whose answer was not waited for: asking again with the same id tells what that was."""
+        try:
+            answer = self._t.call("POST", f"{self._run}/acquire", body | {"wait_seconds": 0}, patience=1.0)
+            if answer["leases"]:
+                self.settle(consumer, [Settlement(int(lease["id"], 16), "return") for lease in answer["leases"]])
+        except SluiceError:
+            pass  # they return when they run out, or with the session
+
+    def settle(self, consumer: Consumer, settlements: Sequence[Settlement]) -> list[SettleResult]:
+        """Ack, fail or return leases, with one call for all. A stale lease changes nothing and says so."""
+        results: list[SettleResult] = []
+        for part in _chunks(settlements):
+            asked = [{"lease": f"{s.lease_id:032x}", "verdict": s.verdict} | ({"reason": s.reason} if s.reason else {}) for s in part]
+            answer = self._t.call("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": asked, "request_id": new_id()})
+            if len(answer["results"]) != len(part):
+                raise self._miscounted("settle")
+            results += map(_result, answer["results"])
+        return results
+
+    def ack(self, consumer: Consumer, *leases: Lease) -> list[SettleResult]:
+        return self.settle(consumer, [Settlement(lease.lease_id, "ack") for lease in leases])
+
+    def renew(self, consumer: Consumer, leases: Sequence[Lease] | None = None) -> list[SettleResult]:
+        """Give leases their full time again; all that the consumer holds if None."""
+        body: dict[str, Any] = {"consumer": consumer.wire()}
+        if leases is None:
+            return [_result(r) for r in self._t.call("POST", f"{self._run}/renew", body)["results"] or []]
+        results: list[SettleResult] = []
+        for part in _chunks(leases):
+            answer = self._t.call("POST", f"{self._run}/renew", body | {"leases": [lease.wire_id for lease in part]})
+            results += map(_result, answer["results"])
+        return results
+
+    def leave(self, consumer: Consumer) -> None:
+        """End a consumer: its leases return to the head."""
+        self._t.call("POST", f"{self._run}/leave", {"consumer": consumer.wire()})
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The run's counters, holders and who waits for whom, as ``sluice status --json`` has them."""
+        answer: dict[str, Any] = self._t.call("GET", f"{self._run}/status")
+        return answer
+
+    def pending_count(self) -> int:
+        return int(self.status()["pending"])
+
+    def outstanding_count(self) -> int:
+        return int(self.status()["outstanding"])
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self.status()["closed"])
+
+    def close(self, cause: str | BaseException | None = None) -> None:
+        """End the puts, for everybody. What is pending drains; a cause reaches the consumers behind it."""
+        self._t.call("POST", f"{self._run}/close", {"cause": str(cause)[:4096]} if cause else {})
+
+    def reclaim_expired(self) -> int:
+        """Take back what has run out. It happens by itself; this says how many it were now."""
+        return int(self._t.call("POST", f"{self._run}/reclaim")["reclaimed"])
+
+    def dead_letters(self) -> list[DeadLetter]:
+        """What was given up, oldest first."""
+        answer = self._t.call("GET", f"{self._run}/dead-letters")
+        return [
+            DeadLetter(SampleRef.from_wire(d["ref"]), str(d["since"]), int(d["fails"]), int(d["expiries"]), tuple(d["reasons"] or ()), bool(d["freed"])) for d in answer["dead_letters"] or []
+        ]
+
+    def requeue(self, *sample_ids: str) -> int:
+        """Try dead letters again, with fresh budgets. Returns how many were found."""
+        return self._for_dead("requeue", sample_ids)
+
+    def drop(self, *sample_ids: str) -> int:
+        """Drop dead letters, which frees their bytes. Returns how many were found."""
+        return self._for_dead("drop", sample_ids)
+
+    def _for_dead(self, what: str, sample_ids: Sequence[str]) -> int:
+        return sum(int(self._t.call("POST", f"{self._run}/dead-letters/{what}", {"sample_ids": list(part)})["found"]) for part in _chunks(sample_ids))
+
+    def _miscounted(self, op: str) -> CorruptError:
+        return CorruptError("the service answered with a wrong number of results", op=op, subject=self.run_id, hint="do client and service have the same version?")
+
+
+def stale(results: Iterable[SettleResult]) -> list[SettleResult]:
+    """Those whose lease was not theirs any more."""
+    return [r for r in results if r.status == "stale"]
+
+
+def raise_stale(results: Iterable[SettleResult], op: str) -> None:
+    """Raise StaleError if one of the results is."""
+    if lost := stale(results):
+        raise StaleError(f"{len(lost)} of the leases ran out or were taken over, nothing changed for them", op=op, subject=f"{lost[0].lease_id:032x}")
+
+
+def _slice(until: float | None, most: float) -> float:
+    if until is None:
+        return most
+    return round(max(0.0, min(most, until - time.monotonic())), 3)
+
+
+def _producer(p: tuple[str, int]) -> dict[str, Any]:
+    return {"name": p[0], "incarnation": p[1]} if p[1] else {"name": p[0]}
+
+
+def _item(ref: SampleRef, positions: Iterable[Position]) -> dict[str, Any]:
+    where = [{"source": p.source, "epoch": p.epoch, "index": p.index} for p in positions]
+    return {"ref": ref.wire(), "positions": where} if where else {"ref": ref.wire()}
+
+
+def _result(r: Mapping[str, Any]) -> SettleResult:
+    return SettleResult(int(r["lease"], 16), str(r["status"]), str(r.get("as", "")), bool(r.get("dead")))
+
+
+def _chunks(items: Sequence[Any]) -> Iterable[Sequence[Any]]:
+    for at in range(0, len(items), MAX_BATCH):
+        yield items[at:at + MAX_BATCH]
