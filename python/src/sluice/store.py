@@ -156,16 +156,17 @@ class RunStore(FeatureStore):
         """
         self._enter("put")
         schema = self._spec.get("schema") or {}
+        specs = tensorfile.specs_of(tensors)
         ref = SampleRef(
             sample_id=sample_id, run_id=self.run_id if run_id is None else run_id, store_uri=self.store_uri,
-            feature_keys={name: f"{sample_id}/{name}" for name in tensors}, feature_specs=tensorfile.specs_of(tensors),
+            feature_keys={name: f"{sample_id}/{name}" for name in tensors}, feature_specs=specs,
             algorithm=_algorithm(str(schema.get("name", "")) if algorithm is None else algorithm),
             schema_version=int(schema.get("version", 1)) if schema_version is None else schema_version,
             num_tokens=_count_tokens(tensors) if num_tokens is None else num_tokens,
-            estimated_bytes=tensorfile.total_bytes(tensors), target_model_version=target_model_version, draft_weight_version=draft_weight_version,
+            estimated_bytes=sum(spec.nbytes for spec in specs.values()), target_model_version=target_model_version, draft_weight_version=draft_weight_version,
             generation=new_id(), attributes=dict(attributes or {}),
         )
-        header, views = tensorfile.encode(tensors, {REF_KEY: ref.to_json()})
+        header, views = tensorfile.encode(tensors, {REF_KEY: ref.to_json().decode()})
         if self._site is not None and self._site.stages:
             self._stage(ref, header, views, reservation)
         else:
@@ -297,7 +298,7 @@ class RunStore(FeatureStore):
 
     def _check(self, ref: SampleRef, memory: mmap.mmap) -> dict[str, Tensor]:
         header = tensorfile.parse_header(memory, len(memory))
-        if header.metadata.get(REF_KEY) != ref.to_json():
+        if header.metadata.get(REF_KEY, "").encode() != ref.to_json():
             raise CorruptError("the file has another ref in its metadata than the one that was asked for", op="get", subject=ref.sample_id)
         for name, spec in ref.feature_specs.items():
             entry = header.entries.get(name)
