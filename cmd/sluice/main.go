@@ -75,13 +75,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.AddCommand(serveCommand(stdout, stderr))
 	root.AddCommand(statusCommand(stdout, stderr))
 	root.AddCommand(tokenCommand(stdout))
-	root.AddCommand(&cobra.Command{
-		Use: "version", Short: "Print the version, as --version does", Args: noArguments,
-		RunE: func(*cobra.Command, []string) error {
-			_, err := fmt.Fprintf(stdout, "%s version %s\n", root.Name(), root.Version)
-			return err
-		},
-	})
+	root.AddCommand(versionCommand(stdout))
 
 	command, err := root.ExecuteContextC(ctx)
 	switch {

@@ -31,6 +31,7 @@ type Endpoint struct {
 	URL     string `json:"url,omitempty"`     // of the TCP address, if it listens on one
 	CAFile  string `json:"ca_file,omitempty"` // certificate to trust for it, if it is the service's own
 	Version string `json:"version"`
+	API     int    `json:"api"` // see the constant
 }
 
 // StateDir is the service's state directory if nobody says otherwise: $SLUICE_STATE, $XDG_STATE_HOME/sluice, or ~/.local/state/sluice.

@@ -156,7 +156,7 @@ func checkDir(dir string) error {
 
 // Endpoint says where the door is.
 func (d *Door) Endpoint() wire.Endpoint {
-	e := wire.Endpoint{PID: os.Getpid(), Socket: socketPath(d.o.StateDir), Version: d.o.Version}
+	e := wire.Endpoint{PID: os.Getpid(), Socket: socketPath(d.o.StateDir), Version: d.o.Version, API: wire.API}
 	if d.tcp != nil {
 		e.URL = "http://" + d.reachable()
 		if d.tls != nil {
