@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from .address import resolve
 from .errors import InvalidError, NotFoundError
-from .queue import RunQueue
+from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
 from .transport import Transport, new_id
 
@@ -87,6 +87,10 @@ class Client:
         """Open a run. NotFoundError if there is none of that name."""
         return Run(self, self._t.call("GET", f"/v1/runs/{quote(run_id, safe='')}"))
 
+    def check(self, ref: SampleRef, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None) -> None:
+        """Check a ref against a built-in schema, or a document. SchemaError says what is wrong with it."""
+        self._t.call("POST", "/v1/check", _given(ref=ref.wire(), algorithm=algorithm, schema=schema))
+
     def delete_run(self, run_id: str) -> None:
         """Remove a run with all its samples and records."""
         try:
@@ -127,6 +131,27 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         return self.queue.status()
+
+    def configure(
+        self, *, visibility_timeout: float | None = None, high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None,
+        low_watermark_samples: int | None = None, reopen: bool = False,
+    ) -> None:
+        """Change what is given, for everybody: how long leases live from their next renewal on, the marks, and, with ``reopen``, whether a run that was closed and is drained takes puts again.
+
+        Raises InvalidError by field, ConflictError (it is not drained).
+        """
+        described = self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/configure", _given(
+            visibility_timeout_seconds=visibility_timeout, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
+            high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples, reopen=reopen or None,
+        ))
+        self.spec.update(described["spec"])
+        self.queue.visibility_timeout = VisibilityTimeout(float(self.spec["visibility_timeout_seconds"]))
+
+    def reshape(self, ranks: int, per_rank: int) -> None:
+        """Change the number of ranks and of samples a rank and step. ConflictError while a lease is out."""
+        described = self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/reshape", {"ranks": ranks, "per_rank": per_rank})
+        if described:
+            self.spec.update(described["spec"])
 
     def abort(self, ref: SampleRef) -> None:
         """Free a sample that was stored and never enqueued."""

@@ -211,8 +211,9 @@ class RunQueue:
 
     def put_blocks_until_below(
         self, ref: SampleRef, *, positions: Iterable[Position] = (), producer: tuple[str, int] | None = None, abort_when: Callable[[], bool] | None = None, timeout: float | None = None,
+        poll: float = _ABORT_POLL_SECONDS,
     ) -> str:
-        """Enqueue when the gate is open, or at once while consumers starve. Raises WaitTimeoutError, AbortedError, ClosedError."""
+        """Enqueue when the gate is open, or at once while consumers starve. ``abort_when`` is asked every ``poll`` seconds. Raises WaitTimeoutError, AbortedError, ClosedError."""
         body: dict[str, Any] = {"items": [_item(ref, positions)], "below": True}
         if producer:
             body["producer"] = _producer(producer)
@@ -220,7 +221,7 @@ class RunQueue:
         while True:
             if abort_when is not None and abort_when():
                 raise AbortedError("abort_when became true while the put waited at the gate", op="put", subject=ref.sample_id)
-            wait = _slice(until, _ABORT_POLL_SECONDS if abort_when is not None else SLICE_SECONDS)
+            wait = _slice(until, min(poll, SLICE_SECONDS) if abort_when is not None else SLICE_SECONDS)
             answer = self._t.call("POST", f"{self._run}/commit", body | {"wait_seconds": wait}, wait=wait)
             if not answer.get("paused"):
                 result = answer["results"][0]
