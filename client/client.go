@@ -147,7 +147,7 @@ type Status struct {
 	Ready      bool
 	Durability string // "process" or "power"
 	StoreDir   string
-	MaxBytes   int64 // what the caps of all runs may add up to
+	MaxBytes   int64 // what the caps of all runs may add up to; 0: anything
 	CapBytes   int64 // what they add up to
 	Sessions   int
 	Runs       []sluice.Status

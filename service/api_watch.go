@@ -160,6 +160,10 @@ func (s *Service) holdSession(ctx context.Context, c *call) error {
 		return err
 	}
 	defer func() { sess.finish(s.now()) }()
+	if !s.idle.hold() {
+		return errStopping
+	}
+	defer func() { s.idle.letGo(s.now()) }()
 	sess.hold()
 	defer func() { sess.letGo(s.now()) }()
 	out := c.pieces("application/json")

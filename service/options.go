@@ -19,7 +19,7 @@ type Options struct {
 	StoreDir string
 	// AbandonSamples lets the service start with another store than its runs' samples are in; they become dead letters without bytes.
 	AbandonSamples bool
-	// MaxBytes is what the caps of all runs may add up to; 8 GiB.
+	// MaxBytes is what the caps of all runs may add up to; 8 GiB. With NoCap they may add up to anything, and the machine's room is the bound.
 	MaxBytes int64
 	// Durability says what survives once a call was answered: the death of any process, or a power cut too.
 	Durability dirstore.Durability
@@ -38,10 +38,19 @@ type Options struct {
 	// ReservationTime is how long a reservation lives without being used, and a sample that was uploaded without being committed; 10 minutes.
 	ReservationTime time.Duration
 
+	// ExitIdle, if set, is how long no client may hold a session before [Service.Idle] says that the service may end: half a minute at least before the first one comes.
+	ExitIdle time.Duration
+	// RemoveState makes a service that begins with nothing and leaves nothing: state and store go when it is closed. It also removes what one that was killed has left in StateDir, and in the
+	// directories beside it. It refuses a state that was to be kept, and does not go with journals elsewhere.
+	RemoveState bool
+
 	Version string // of the program, for people
 
 	Fault Fault // for tests of who audits the service: see [Fault]
 }
+
+// NoCap is no bound of what the caps of all runs may add up to.
+const NoCap = -1
 
 // resolve checks the options and fills in the defaults.
 func (o Options) resolve() (Options, error) {
@@ -67,8 +76,8 @@ func (o Options) resolve() (Options, error) {
 	if o.MaxBytes == 0 {
 		o.MaxBytes = 8 << 30
 	}
-	if o.MaxBytes < 0 || o.MaxBytes >= 1<<53 {
-		return bad("MaxBytes", "wants more than 0 and less than 2^53")
+	if o.MaxBytes != NoCap && (o.MaxBytes < 0 || o.MaxBytes >= 1<<53) {
+		return bad("MaxBytes", "wants more than 0 and less than 2^53, or NoCap")
 	}
 	if o.Durability != dirstore.Process && o.Durability != dirstore.Power {
 		return bad("Durability", "wants Process or Power")
@@ -77,13 +86,16 @@ func (o Options) resolve() (Options, error) {
 		field string
 		value *time.Duration
 		unset time.Duration
-	}{{"SessionGrace", &o.SessionGrace, 5 * time.Second}, {"SessionIdle", &o.SessionIdle, time.Minute}, {"ReservationTime", &o.ReservationTime, 10 * time.Minute}} {
+	}{{"SessionGrace", &o.SessionGrace, 5 * time.Second}, {"SessionIdle", &o.SessionIdle, time.Minute}, {"ReservationTime", &o.ReservationTime, 10 * time.Minute}, {"ExitIdle", &o.ExitIdle, 0}} {
 		if *d.value < 0 {
 			return bad(d.field, "is "+d.value.String()+", want more than 0")
 		}
 		if *d.value == 0 {
 			*d.value = d.unset
 		}
+	}
+	if o.RemoveState && (o.NATSURL != "" || o.Journals != nil) {
+		return bad("RemoveState", "does not go with journals elsewhere, which would stay")
 	}
 	if err := o.Fault.check(); err != nil {
 		return o, err

@@ -35,6 +35,17 @@ func (o owner) String() string {
 
 // own takes a directory for this process alone, and makes it if it is not there. The kernel lets go of it when the process dies.
 func own(dir string, me owner) (*os.File, error) {
+	for tries := 1; ; tries++ {
+		f, err := ownOnce(dir, me)
+		if f != nil || err != nil && (tries == 100 || !errors.Is(err, sluice.ErrNotFound)) {
+			return f, err
+		}
+		// A private service that ended has just removed the directory, owner file and all.
+	}
+}
+
+// ownOnce is one attempt; without an error and without a file, or with ErrNotFound, the directory was removed meanwhile.
+func ownOnce(dir string, me owner) (*os.File, error) {
 	fail := func(kind sluice.Kind, detail string, err error) (*os.File, error) {
 		return nil, &sluice.Error{Kind: kind, Op: "service: open", Subject: dir, Detail: detail, Err: err}
 	}
@@ -58,6 +69,9 @@ func own(dir string, me owner) (*os.File, error) {
 			other = owner{} // it has not yet written its name
 		}
 		return nil, &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: dir, Detail: "is owned by " + other.String(), Hint: "stop that service, or choose another directory"}
+	}
+	if !still(f) {
+		return nil, f.Close()
 	}
 	data, err := json.Marshal(me)
 	if err == nil {

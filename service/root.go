@@ -32,7 +32,9 @@ type root struct {
 
 const (
 	memoryDir = "/dev/shm"
-	idName    = "id"
+	// leastMemory is what must be free there for a service without a cap.
+	leastMemory = 1 << 30
+	idName      = "id"
 )
 
 // chooseRoot is where the samples go if nobody says where: into memory if there is room for twice the cap, else beside the state. Where they lie already, they stay.
@@ -45,19 +47,29 @@ func chooseRoot(o *Options, memory string) (dir, why string) {
 			return dir, "it holds this service's store already"
 		}
 	}
-	switch free, inRAM, err := roomOf(memory); {
+	enough := o.MaxBytes * 2 // no overflow: less than 2^54
+	if o.MaxBytes == NoCap {
+		enough = leastMemory
+	}
+	free, inRAM, err := roomOf(memory)
+	switch {
 	case err != nil:
 		return beside, fmt.Sprintf("%s: %v", memory, err)
 	case !inRAM:
 		return beside, memory + " is not in memory"
-	case free/2 < o.MaxBytes:
+	case free < enough && o.MaxBytes == NoCap:
+		return beside, fmt.Sprintf("%s has %d bytes free, less than %d", memory, free, enough)
+	case free < enough:
 		return beside, fmt.Sprintf("%s has %d bytes free, less than twice the cap of %d", memory, free, o.MaxBytes)
 	}
-	return inMemory, fmt.Sprintf("%s has room for twice the cap", memory)
+	if o.MaxBytes == NoCap {
+		return inMemory, fmt.Sprintf("%s has %d bytes free", memory, free)
+	}
+	return inMemory, memory + " has room for twice the cap"
 }
 
-// openRoot takes the root for this process.
-func openRoot(dir string, me owner) (*root, error) {
+// openRoot takes the root for this process. id is that of a root that is not there yet.
+func openRoot(dir string, me owner, id string) (*root, error) {
 	if parent := filepath.Dir(dir); strings.HasPrefix(parent, memoryDir+"/") {
 		// Anybody may make directories in memoryDir, so the one of our name may be a stranger's.
 		if err := os.Mkdir(parent, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -74,7 +86,7 @@ func openRoot(dir string, me owner) (*root, error) {
 	r := &root{lock: lock}
 	// Sample files are named to clients by the path that the store has in its URI, which is without links.
 	if r.dir, err = filepath.EvalSymlinks(dir); err == nil {
-		err = r.prepare()
+		err = r.prepare(id)
 	}
 	if err != nil {
 		_ = lock.Close()
@@ -83,7 +95,7 @@ func openRoot(dir string, me owner) (*root, error) {
 	return r, nil
 }
 
-func (r *root) prepare() error {
+func (r *root) prepare(id string) error {
 	_, inRAM, err := roomOf(r.dir)
 	if err != nil {
 		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: r.dir, Err: err}
@@ -101,7 +113,7 @@ func (r *root) prepare() error {
 	data, err := os.ReadFile(r.idFile())
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		r.id = newID()
+		r.id = id
 		err = writeWhole(r.idFile(), []byte(r.id+"\n"))
 	case err == nil:
 		if r.id = strings.TrimSpace(string(data)); !isID(r.id) {
@@ -135,9 +147,12 @@ func (r *root) strays(known func(run string) bool) ([]string, error) {
 	return list, nil
 }
 
+// newSuffix is that of a file which is being written.
+const newSuffix = ".new"
+
 // writeWhole writes a small file so that it is there whole or not at all.
 func writeWhole(path string, data []byte) error {
-	temp := path + ".new"
+	temp := path + newSuffix
 	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return err

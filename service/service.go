@@ -28,7 +28,10 @@ type Service struct {
 	started  time.Time
 	state    *os.File // the lock on the state directory
 	root     *root
-	why      string // the root was chosen
+	why      string  // the root was chosen
+	private  private // where RemoveState is set
+	marked   bool    // likewise, as soon as there is something to remove
+	idle     idle
 	journals Journals
 	handler  http.Handler
 	metrics  *metrics.Metrics
@@ -81,6 +84,7 @@ func Open(ctx context.Context, o Options) (*Service, error) {
 	s := &Service{opts: o, log: o.Logger, host: host, started: o.Clock.Now(), runs: map[string]*run{}, journals: o.Journals}
 	s.faults.fault = o.Fault
 	s.sessions.byID = map[string]*session{}
+	s.idle.over = make(chan struct{})
 	s.ctx, s.end = context.WithCancel(context.Background())
 	if err := s.take(ctx); err != nil {
 		s.end()
@@ -97,6 +101,12 @@ func (s *Service) take(ctx context.Context) error {
 	me := owner{Host: s.host, PID: os.Getpid(), Since: s.started}
 	var err error
 	if s.state, err = own(s.opts.StateDir, me); err != nil {
+		if errors.Is(err, sluice.ErrConflict) {
+			err = taken{err}
+		}
+		return err
+	}
+	if err := s.begin(); err != nil {
 		return err
 	}
 	if s.journals == nil {
@@ -111,7 +121,13 @@ func (s *Service) take(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if s.root, err = openRoot(dir, me); err != nil {
+	id := newID()
+	if s.opts.RemoveState {
+		if err := s.willHave(dir, id); err != nil {
+			return err
+		}
+	}
+	if s.root, err = openRoot(dir, me, id); err != nil {
 		return err
 	}
 	s.why = why
@@ -120,6 +136,30 @@ func (s *Service) take(ctx context.Context) error {
 		return err
 	}
 	return s.openRuns(ctx)
+}
+
+// ErrRunning is in the chain of the error of an Open that was refused because another service has the state directory, which is named.
+var ErrRunning = errors.New("another service has the state directory")
+
+type taken struct{ error }
+
+func (t taken) Unwrap() error      { return t.error }
+func (taken) Is(target error) bool { return target == ErrRunning }
+
+// begin prepares the state directory, which is ours by now.
+func (s *Service) begin() error {
+	// Whoever was killed has not taken back where it was.
+	if err := os.Remove(filepath.Join(s.opts.StateDir, wire.EndpointFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: s.opts.StateDir, Detail: "the endpoint of an earlier service can't be removed", Err: err}
+	}
+	if !s.opts.RemoveState {
+		return keep(s.opts.StateDir)
+	}
+	if err := s.beginEmpty(); err != nil {
+		return err
+	}
+	s.sweepBeside()
+	return nil
 }
 
 // placeOfRoot is where the store is: where it was asked for, where it was before, or where there is room. A start that would leave samples of runs behind is refused, for a forgotten --store or
@@ -188,7 +228,7 @@ func (s *Service) claimRoot(ctx context.Context) error {
 func (s *Service) openRuns(ctx context.Context) error {
 	var opening []*run
 	for id, e := range s.registry.runs {
-		bytes, err := capOf(&e.spec)
+		bytes, err := s.capOf(&e.spec)
 		if err != nil {
 			return err
 		}
@@ -276,6 +316,7 @@ func (s *Service) clean() {
 			s.endSession(s.ctx, gone, "its connection was lost")
 		}
 	}
+	s.idle.look(now, s.Ready(), s.opts.ExitIdle)
 	s.sweep.rounds++
 	// Not more often than once a minute, unless what was staged is to go sooner.
 	staging := min(60, max(1, int(s.opts.ReservationTime/sweepEvery)))
@@ -318,11 +359,13 @@ func noRun(id string) *sluice.Error {
 }
 
 // capOf is what a run's cap counts against the service's.
-func capOf(spec *wire.RunSpec) (int64, error) {
+func (s *Service) capOf(spec *wire.RunSpec) (int64, error) {
 	c := &spec.Caps
 	switch {
 	case c.MaxBytes > 0:
 		return c.MaxBytes, nil
+	case s.opts.MaxBytes == NoCap: // there is nothing to add up for
+		return 0, nil
 	case spec.LargestSample == 0:
 		return 0, &sluice.Error{Kind: sluice.Invalid, Op: "run", Subject: spec.RunID, Detail: "caps.max_bytes is missing: the service adds up what its runs may hold", Hint: "give it, or largest_sample beside max_samples"}
 	case c.MaxSamples > (1<<53-1)/spec.LargestSample:
@@ -347,7 +390,7 @@ func (s *Service) create(ctx context.Context, spec *wire.RunSpec) (r *run, made 
 	if err != nil {
 		return nil, false, err
 	}
-	bytes, err := capOf(&resolved)
+	bytes, err := s.capOf(&resolved)
 	if err != nil {
 		return nil, false, err
 	}
@@ -370,7 +413,7 @@ func (s *Service) create(ctx context.Context, spec *wire.RunSpec) (r *run, made 
 	for _, o := range s.list() {
 		sum += o.cap
 	}
-	if sum > s.opts.MaxBytes {
+	if s.opts.MaxBytes != NoCap && sum > s.opts.MaxBytes {
 		return nil, false, &sluice.Error{Kind: sluice.Full, Op: "run", Subject: spec.RunID, Detail: fmt.Sprintf("its cap of %d bytes does not fit: the runs' caps would add up to %d, and the service's is %d", bytes, sum, s.opts.MaxBytes),
 			Hint: "lower caps.max_bytes, delete a run, or give the service more"}
 	}
@@ -486,7 +529,7 @@ func (s *Service) Subscribe(run string) (events <-chan wire.Event, stop func()) 
 func (s *Service) Status(ctx context.Context) wire.ServiceStatus {
 	w := wire.ServiceStatus{
 		Version: s.opts.Version, Host: s.host, PID: os.Getpid(), Started: s.started, UptimeSeconds: wire.SecondsOf(s.opts.Clock.Now().Sub(s.started)), Ready: s.Ready(),
-		Durability: s.opts.durability(), StoreDir: s.root.dir, MaxBytes: s.opts.MaxBytes, Sessions: s.sessions.count(), Abandoned: s.Abandoned(), Runs: []wire.Status{},
+		Durability: s.opts.durability(), StoreDir: s.root.dir, MaxBytes: max(s.opts.MaxBytes, 0), Sessions: s.sessions.count(), Abandoned: s.Abandoned(), Runs: []wire.Status{},
 	}
 	for _, r := range s.list() {
 		w.CapBytes += r.cap
@@ -542,6 +585,9 @@ func (s *Service) release() error {
 	}
 	if s.journals != nil {
 		errs = append(errs, s.journals.Close())
+	}
+	if s.marked {
+		errs = append(errs, s.leaveNothing())
 	}
 	if s.root != nil {
 		errs = append(errs, s.root.lock.Close())

@@ -45,3 +45,23 @@ func (b *byteSize) String() string {
 }
 
 func (b *byteSize) Type() string { return "size" }
+
+// byteCap is a flag that takes a [byteSize], or none for no cap.
+type byteCap struct {
+	byteSize
+	none bool
+}
+
+func (c *byteCap) Set(s string) error {
+	if c.none = s == "none"; c.none {
+		return nil
+	}
+	return c.byteSize.Set(s)
+}
+
+func (c *byteCap) String() string {
+	if c.none {
+		return "none"
+	}
+	return c.byteSize.String()
+}

@@ -12,6 +12,8 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+
+	"github.com/sluice-ml/sluice/service"
 )
 
 func main() { os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr)) }
@@ -21,6 +23,9 @@ var errSilent = errors.New("the command has said what is wrong")
 
 // interrupted is the exit status after an interrupt.
 const interrupted = 130
+
+// alreadyRuns is that of a service whose state directory another one has.
+const alreadyRuns = 3
 
 // errUsage is in the chain of errors of the command line, which end with status 2.
 var errUsage = errors.New("")
@@ -47,7 +52,7 @@ type usageError struct{ error }
 
 func (usageError) Is(target error) bool { return target == errUsage }
 
-// Main runs the command and returns its exit status: 0; 1 for a failure; 2 for a wrong command line; 130 after an interrupt.
+// Main runs the command and returns its exit status: 0; 1 for a failure; 2 for a wrong command line; 3 if another service has the state directory; 130 after an interrupt.
 func Main(args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -93,6 +98,9 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	if errors.Is(err, errUsage) || command == root {
 		fmt.Fprintf(stderr, "Run '%s --help' for usage.\n", command.CommandPath())
 		return 2
+	}
+	if errors.Is(err, service.ErrRunning) {
+		return alreadyRuns
 	}
 	return 1
 }

@@ -7,7 +7,9 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"os/signal"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -28,7 +30,7 @@ func serveCommand(stdout, stderr io.Writer) *cobra.Command {
 	var (
 		config, durability, logFormat, logLevel string
 		noTCP                                   bool
-		maxBytes                                = byteSize(8 << 30)
+		maxBytes                                = byteCap{byteSize: 8 << 30}
 		options                                 service.Options
 		door                                    access.Options
 	)
@@ -41,10 +43,11 @@ needs nothing else. Everything survives a restart, also after a kill.
 The socket is for this user; over TCP every call needs a token, see sluice token. An address that other hosts can reach needs TLS as well.
 
 Each flag may be given as an environment variable instead (--max-bytes as SLUICE_MAX_BYTES), or by its name in a YAML file (--config); flags go before the environment, and that before
-the file. SIGTERM or an interrupt stops in order, a second one at once.`,
+the file. SIGTERM or an interrupt stops in order, a second one at once. The exit status is 3 if another service has the state directory.`,
 		Example: `  sluice serve
   sluice serve --max-bytes 64GiB --store /dev/shm/sluice --durability power
-  sluice serve --listen 0.0.0.0:7447 --tls-self-signed --allow-host trainer-3`,
+  sluice serve --listen 0.0.0.0:7447 --tls-self-signed --allow-host trainer-3
+  sluice serve --state /tmp/mine --no-tcp --max-bytes none --exit-idle 10s --remove-state`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := newLog(stderr, logFormat, logLevel)
@@ -65,7 +68,9 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 			if noTCP {
 				door.Listen = ""
 			}
-			options.MaxBytes = int64(maxBytes)
+			if options.MaxBytes = int64(maxBytes.byteSize); maxBytes.none {
+				options.MaxBytes = service.NoCap
+			}
 			options.Logger, door.Log = log, log
 			options.Version, door.Version = version(), version()
 			return serve(cmd.Context(), stdout, options, door)
@@ -76,7 +81,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.StringVar(&options.StateDir, "state", "", "`directory` for journals, tokens and the socket (default $XDG_STATE_HOME/sluice or ~/.local/state/sluice)")
 	f.StringVar(&options.StoreDir, "store", "", "`directory` for samples (default in /dev/shm if that has room for twice --max-bytes, else in the state directory)")
 	f.BoolVar(&options.AbandonSamples, "abandon-samples", false, "start with another store than the samples of the runs are in, and give those up")
-	f.Var(&maxBytes, "max-bytes", "what the caps of all runs may add up to, a `size`")
+	f.Var(&maxBytes, "max-bytes", "what the caps of all runs may add up to, a `size`; none bounds them by the machine's room alone")
 	f.StringVar(&durability, "durability", "process", "what an answered call survives: the death of any `process`, or a power cut too (power)")
 	f.StringVar(&options.NATSURL, "nats-url", "", "JetStream server to keep the journals on (default one in the process, in the state directory)")
 	f.StringVar(&options.NATSCredentials, "nats-credentials", "", "`file` with the credentials for it")
@@ -91,6 +96,8 @@ the file. SIGTERM or an interrupt stops in order, a second one at once.`,
 	f.IntVar(&door.Limits.Calls, "max-calls", 512, "calls at once; uploads and downloads have as many beside, those that may wait and open streams four times as many each")
 	f.DurationVar(&door.Limits.StopTime, "stop-time", 10*time.Second, "how long calls under way may take to end when the service stops")
 	f.DurationVar(&options.ReservationTime, "reservation-time", 10*time.Minute, "how long a reservation lives without being used, and an uploaded sample without being committed, if their client process does not end before")
+	f.DurationVar(&options.ExitIdle, "exit-idle", 0, "end when no client has held a session for so long (30 s at least before the first one); 0 is never")
+	f.BoolVar(&options.RemoveState, "remove-state", false, "begin with nothing and leave nothing: state and store are removed at the end, and before the start what a killed service with this flag has left")
 	f.StringVar(&logFormat, "log-format", "text", "text or json")
 	f.StringVar(&logLevel, "log-level", "info", "debug, info, warn or error")
 	f.StringVar((*string)(&options.Fault), "fault", "", "make a mistake now and then, for a torture that must find it")
@@ -219,6 +226,19 @@ func serve(ctx context.Context, stdout io.Writer, o service.Options, door access
 	if err != nil {
 		return err
 	}
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	if o.ExitIdle > 0 {
+		signal.Ignore(syscall.SIGPIPE) // whoever started it and reads what it says may be gone
+		go func() {                    // ends with ctx
+			select {
+			case <-s.Idle():
+				o.Logger.Info("no client is left", "for", o.ExitIdle)
+				stop()
+			case <-ctx.Done():
+			}
+		}()
+	}
 	welcome(stdout, s, d, &o, &door)
 	return d.Serve(ctx, s.Handler())
 }
@@ -242,7 +262,14 @@ func welcome(w io.Writer, s *service.Service, d *access.Door, o *service.Options
 	}
 	fmt.Fprintf(w, "  state       %s\n", s.StateDir())
 	fmt.Fprintf(w, "  store       %s: %s\n", s.StoreDir(), s.StoreReason())
-	fmt.Fprintf(w, "  caps        of all runs together at most %s\n", gauge.Size(o.MaxBytes))
+	if o.MaxBytes == service.NoCap {
+		fmt.Fprintf(w, "  caps        none of all runs together: --max-bytes none\n")
+	} else {
+		fmt.Fprintf(w, "  caps        of all runs together at most %s\n", gauge.Size(o.MaxBytes))
+	}
+	if o.RemoveState {
+		fmt.Fprintf(w, "  private     state and store are removed at the end: --remove-state\n")
+	}
 	if o.Durability == dirstore.Power {
 		fmt.Fprintf(w, "  durability  power: what was answered survives a power cut\n")
 	} else {

@@ -173,7 +173,11 @@ func statusLines(s *wire.ServiceStatus, width int) []string {
 		ready = "not ready yet"
 	}
 	lines := wrap(fmt.Sprintf("sluice %s on %s, pid %d, up %s, %s", inspect.Clean(s.Version), inspect.Clean(s.Host), s.PID, ago(s.UptimeSeconds), ready), width)
-	lines = append(lines, wrap(fmt.Sprintf("store %s, durability %s; the runs' caps take %s of %s; %s", inspect.Clean(s.StoreDir), s.Durability, gauge.Size(s.CapBytes), gauge.Size(s.MaxBytes), count(s.Sessions, "session")), width)...)
+	caps := gauge.Size(s.CapBytes)
+	if s.MaxBytes > 0 {
+		caps += " of " + gauge.Size(s.MaxBytes)
+	}
+	lines = append(lines, wrap(fmt.Sprintf("store %s, durability %s; the runs' caps take %s; %s", inspect.Clean(s.StoreDir), s.Durability, caps, count(s.Sessions, "session")), width)...)
 	if len(s.Runs) == 0 {
 		return append(lines, "", "no runs; create one with `sluice runs create`")
 	}

@@ -127,7 +127,7 @@ type ServiceStatus struct {
 	Ready         bool      `json:"ready"`
 	Durability    string    `json:"durability" doc:"process or power."`
 	StoreDir      string    `json:"store_dir"`
-	MaxBytes      int64     `json:"max_bytes" doc:"What the caps of all runs may add up to."`
+	MaxBytes      int64     `json:"max_bytes" doc:"What the caps of all runs may add up to; 0: anything."`
 	CapBytes      int64     `json:"cap_bytes" doc:"What they add up to."`
 	Sessions      int       `json:"sessions"`
 	Abandoned     int64     `json:"abandoned" doc:"Samples that were uploaded or staged, never committed, and freed, since the service started."`

@@ -166,7 +166,9 @@ func (c *scrape) Collect(out chan<- prometheus.Metric) {
 	set(buildInfo, 1, s.Version, s.Durability)
 	set(ready, truth(s.Ready))
 	set(started, float64(s.Started.UnixMilli())/1e3)
-	set(capLimit, float64(s.MaxBytes))
+	if s.MaxBytes > 0 { // there is no series where there is no limit
+		set(capLimit, float64(s.MaxBytes))
+	}
 	set(capUsed, float64(s.CapBytes))
 	set(sessions, float64(s.Sessions))
 	out <- prometheus.MustNewConstMetric(abandoned, prometheus.CounterValue, float64(s.Abandoned))

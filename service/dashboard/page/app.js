@@ -196,7 +196,7 @@ let status = null;
 function draw() {
   if (!status) return;
   const s = status;
-  byId("service").textContent = `${s.host} · ${s.ready ? "ready" : "opening its runs"} · up ${seconds(s.uptime_seconds)} · caps ${bytes(s.cap_bytes)} of ${bytes(s.max_bytes)} · ${count(s.sessions)} ${s.sessions === 1 ? "session" : "sessions"} · durable against ${s.durability === "power" ? "power cuts" : "killed processes"} · ${s.version}`;
+  byId("service").textContent = `${s.host} · ${s.ready ? "ready" : "opening its runs"} · up ${seconds(s.uptime_seconds)} · caps ${bytes(s.cap_bytes)}${s.max_bytes > 0 ? ` of ${bytes(s.max_bytes)}` : ""} · ${count(s.sessions)} ${s.sessions === 1 ? "session" : "sessions"} · durable against ${s.durability === "power" ? "power cuts" : "killed processes"} · ${s.version}`;
   const focused = document.activeElement && document.activeElement.tagName === "SUMMARY" ? document.activeElement.closest("article").dataset.run : null;
   const runs = [...s.runs].sort((a, b) => (b.wedged ? 1 : 0) - (a.wedged ? 1 : 0) || (a.closed ? 1 : 0) - (b.closed ? 1 : 0) || a.run_id.localeCompare(b.run_id));
   byId("runs").replaceChildren(...(runs.length ? runs.map(card) : [node("p", { class: "empty" }, "No runs yet. Make one with ", node("code", {}, "sluice runs create"), " or POST /v1/runs; it shows up here by itself.")]));
