@@ -485,14 +485,14 @@ def assert_no_tensors(obj: Any, path: str = "ref") -> None:
 
 def _walk(obj: Any, path: str, depth: int, above: set[int]) -> None:
     kind = type(obj)
-    if kind in _GUARD_PLAIN or kind in (SampleRef, FeatureSpec):  # those two were checked when they were made
-        return
 
     def fail(detail: str) -> NoReturn:
         raise InvalidError(detail, op="assert no tensors", subject=path)
 
     if depth > _GUARD_DEPTH:
         fail(f"nested more than {_GUARD_DEPTH} deep")
+    if kind in _GUARD_PLAIN or kind in (SampleRef, FeatureSpec):  # those two were checked when they were made
+        return
     if _quacks(obj):
         fail(f"a tensor ({kind.__module__}.{kind.__qualname__}); the control plane carries refs only")
     if dtypes.is_torch_dtype(obj):
