@@ -31,6 +31,7 @@ from .errors import (
     WaitTimeoutError,
     WedgedError,
 )
+from .producer import Producer
 from .queue import Consumer, DeadLetter, Delivery, Lease, Position, Reservation, RunQueue, Settlement, SettleResult, VisibilityTimeout, WindowSlot
 from .refs import FeatureAlgorithm, FeatureSpec, SampleRef, assert_no_tensors
 from .store import FeatureStore, RunStore, StoreHandle, StoreHealth
@@ -39,7 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbortedError", "Client", "ClosedError", "ConflictError", "Consumer", "CorruptError", "DeadLetter", "Delivery", "DeniedError", "DuplicateError", "FeatureAlgorithm", "FeatureSpec",
-    "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError", "SettleResult",
+    "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Producer", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError", "SettleResult",
     "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError", "WedgedError",
     "WindowSlot", "assert_no_tensors", "connect", "consumer_name",
 ]

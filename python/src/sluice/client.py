@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from .address import resolve
 from .errors import InvalidError, NotFoundError
+from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
 from .transport import Transport, new_id
@@ -130,7 +131,12 @@ class Run:
         return dict(self.spec.get("schema") or {})
 
     def status(self) -> dict[str, Any]:
+        """The run's counters, holders and who waits for whom, as ``sluice status --json`` has them."""
         return self.queue.status()
+
+    def producer(self, name: str, incarnation: int | None = None) -> Producer:
+        """A named producer: ``with run.producer("p0") as p: p.put(...)``. ``incarnation`` grows with every start; the time if None."""
+        return Producer(self, name, incarnation)
 
     def configure(
         self, *, visibility_timeout: float | None = None, high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None,

@@ -18,13 +18,13 @@ import os
 import threading
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from . import tensorfile
+from . import checksum, tensorfile
 from .errors import ClosedError, CorruptError, DeniedError, DuplicateError, InvalidError, NoSpaceError, NotFoundError, SluiceError, UnavailableError
 from .refs import FeatureAlgorithm, SampleRef
 from .tensorfile import Tensor
@@ -269,7 +269,7 @@ class RunStore(FeatureStore):
         if mapped:
             self._t.work_later()
             later, end = self._t._later, self._unmapped
-            pin.memory = weakref.ref(memory, lambda _: later.put(lambda: end(handle.handle_id)))  # type: ignore[arg-type]
+            pin.memory = weakref.ref(memory, lambda _: later.put(lambda: end(handle.handle_id)))
         return tensors, handle
 
     def _map(self, ref: SampleRef, granted: Mapping[str, Any]) -> mmap.mmap:
@@ -559,56 +559,72 @@ def _remove(path: str) -> None:
 
 
 class _Fetch:
-    """One download, by several connections into one buffer, each going on where it broke."""
+    """One download, by several connections into one buffer, each going on where it broke. What comes is summed as it comes, while the processor's cache has it."""
 
-    def __init__(self, transport: Transport, path: str, sample_id: str, memory: mmap.mmap, size: int, repin: Any) -> None:
+    def __init__(self, transport: Transport, path: str, sample_id: str, memory: mmap.mmap, size: int, repin: Callable[[], Any]) -> None:
         self._t, self._path, self._sample, self._size, self._repin = transport, path, sample_id, size, repin
         self._view = memoryview(memory)
+        self._header: tensorfile.Header | None = None
+        self._summed: list[tuple[str, int, int, int]] = []  # feature, where the piece begins in the file, its length, its crc32; appended by all threads
 
-    def run(self, ranges: int, checksums: Any) -> None:
-        head = min(self._size, _HEAD_BYTES)
-        self._part(0, head)
-        header = tensorfile.parse_header(self._view, self._size)
-        while head < header.data_start:  # a header longer than the first piece
-            more = min(self._size, header.data_start)
-            self._part(head, more)
-            head = more
-        spans = {name: (header.data_start + e.start, header.data_start + e.end) for name, e in header.entries.items()}
-        parts = self._split(head, ranges)
-        with ThreadPoolExecutor(max_workers=len(parts) + 1, thread_name_prefix="sluice-fetch") as pool:
-            sums = pool.submit(checksums)
-            jobs = [pool.submit(self._part, begin, end) for begin, end in parts]
-            for job in jobs:
-                job.result()
-            for name, (begin, end) in spans.items():
-                got = f"{zlib.crc32(self._view[begin:end]):08x}"
-                want = sums.result().get(name)
-                if got != want:
-                    raise CorruptError(f"the feature {name!r} has the crc32 {got}, want {want}", op="get", subject=self._sample)
-        self._view.release()
+    def run(self, ranges: int, checksums: Callable[[], Mapping[str, str]]) -> None:
+        try:
+            head = min(self._size, _HEAD_BYTES)
+            self._part(0, head)
+            prefix = int.from_bytes(self._view[:8], "little") + 8
+            if head < prefix <= self._size:  # a header longer than the first piece
+                self._part(head, prefix)
+                head = prefix
+            self._header = tensorfile.parse_header(self._view, self._size)
+            self._sum(0, head)
+            parts = self._split(head, ranges)
+            with ThreadPoolExecutor(max_workers=len(parts) + 1, thread_name_prefix="sluice-fetch") as pool:
+                sums = pool.submit(checksums)
+                for job in [pool.submit(self._part, begin, end) for begin, end in parts]:
+                    job.result()
+                self._compare(sums.result())
+        finally:
+            self._view.release()
 
     def _split(self, begin: int, ranges: int) -> list[tuple[int, int]]:
         left = self._size - begin
-        if left <= 0:
-            return []
         piece = max(_LEAST_PART, -(-left // ranges))
         return [(at, min(self._size, at + piece)) for at in range(begin, self._size, piece)]
 
+    def _sum(self, begin: int, end: int) -> None:
+        """Sum what came, each feature by itself."""
+        if self._header is None:
+            return
+        start = self._header.data_start
+        for name, entry in self._header.entries.items():
+            a, b = max(begin, start + entry.start), min(end, start + entry.end)
+            if a < b:
+                self._summed.append((name, a, b - a, zlib.crc32(self._view[a:b])))
+
+    def _compare(self, want: Mapping[str, str]) -> None:
+        assert self._header is not None
+        got = dict.fromkeys(self._header.entries, 0)
+        for name, _, length, crc in sorted(self._summed, key=lambda s: s[1]):
+            got[name] = checksum.combine(got[name], crc, length)
+        for name, crc in got.items():
+            if f"{crc:08x}" != want.get(name):
+                raise CorruptError(f"the feature {name!r} has the crc32 {crc:08x}, want {want.get(name)}", op="get", subject=self._sample)
+
     def _part(self, begin: int, end: int) -> None:
-        at = begin
+        at = before = begin
+        tried = False
         request = new_id()
-        before = begin
 
         def moved() -> bool:
             nonlocal before
-            came = at > before
-            before = at
+            came, before = at > before, at
             return came
 
         def once() -> None:
-            nonlocal at
-            if at > begin or before != begin:
+            nonlocal at, tried
+            if tried:
                 self._repin()  # a service that was restarted has lost the pin
+            tried = True
             headers = {"Range": f"bytes={at}-{end - 1}"}
             with self._t.exchange("GET", self._path, request, headers, None, timeout=_STALL_SECONDS) as response:
                 if response.status != 206:
@@ -621,6 +637,7 @@ class _Fetch:
                     n = response.readinto(self._view[at:min(end, at + _READ_BYTES)])
                     if not n:
                         raise Lost(EOFError("the answer ended early"))
+                    self._sum(at, at + n)
                     at += n
 
         self._t.repeat(once, moved=moved)

@@ -1,0 +1,124 @@
+"""The producing side of the short way: a named producer of a run, which the run waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .errors import ClosedError, ConflictError, InvalidError, SluiceError
+from .queue import Position, Reservation
+from .refs import FeatureAlgorithm, SampleRef
+from .tensorfile import Tensor, specs_of
+
+if TYPE_CHECKING:
+    from .client import Run
+
+log = logging.getLogger("sluice")
+
+_ALIVE_SECONDS = 15.0  # between two signs of life; the run gives up on a producer after producer_timeout, 60 s
+
+
+class Producer:
+    """One named producer of a run.
+
+    A context manager: the run is told that the producer runs, hears of it every 15 s, and at the end that it is done, or, when the block is left by an exception, that it failed and why. The run's
+    queue closes when all producers that it declares are done. A newer incarnation of a name takes over from an older one.
+    """
+
+    def __init__(self, run: Run, name: str, incarnation: int | None = None) -> None:
+        if not name:
+            raise InvalidError("is empty", op="producer", subject="name")
+        self.run = run
+        self.name = name
+        self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
+        self._who = (name, self.incarnation)
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Producer:
+        """Report that the producer runs, and go on doing so."""
+        if self._end.is_set():
+            raise ConflictError("has ended; make a new one", op="producer", subject=self.name)
+        if self._thread is None:
+            self.run.queue.report(self._who, "running")
+            self._thread = threading.Thread(target=self._live, name="sluice-producer", daemon=True)
+            self._thread.start()
+        return self
+
+    def _live(self) -> None:
+        while not self._end.wait(_ALIVE_SECONDS):
+            try:
+                self.run.queue.report(self._who, "running")
+            except ClosedError:
+                return
+            except SluiceError as e:
+                log.warning("producer %s of run %s can't say that it lives: %s", self.name, self.run.run_id, e)
+
+    def taken(self, source: str) -> dict[int, list[tuple[int, int]]]:
+        """Which positions of a source are enqueued already, by epoch, as ranges: a producer that starts again goes on behind them."""
+        return self.run.queue.taken(source)
+
+    def reserve(self, nbytes: int, *, timeout: float | None = None, abort_when: Callable[[], bool] | None = None) -> Reservation:
+        """Wait at the run's gate for room for one sample of ``nbytes`` bytes. Do it before the target is run; see :meth:`RunQueue.reserve`."""
+        return self.run.queue.reserve(nbytes, timeout=timeout, producer=self._who, abort_when=abort_when)
+
+    def put(
+        self, sample_id: str, tensors: Mapping[str, Tensor], *, num_tokens: int | None = None, attributes: Mapping[str, str] | None = None, positions: Iterable[Position] = (),
+        reservation: Reservation | None = None, timeout: float | None = None, algorithm: FeatureAlgorithm | str | None = None, target_model_version: str = "0", draft_weight_version: str = "0",
+    ) -> SampleRef:
+        """Store one sample and enqueue it. Without a reservation it waits at the gate first, for ``timeout`` seconds, or as long as the run lives.
+
+        A reservation that is too small is given back, and one of the right size is waited for. What fails leaves nothing behind.
+        """
+        nbytes = sum(spec.nbytes for spec in specs_of(tensors).values())
+        if reservation is not None and reservation.bytes < nbytes:
+            self.run.queue.unreserve(reservation.id)
+            reservation = None
+        if reservation is None:
+            reservation = self.reserve(nbytes, timeout=timeout)
+        try:
+            ref = self.run.store.put(
+                sample_id, tensors, None, algorithm, None, target_model_version, draft_weight_version, num_tokens, attributes=attributes, reservation=reservation.id
+            )
+        except BaseException:
+            self._tidy(lambda: self.run.queue.unreserve(reservation.id))
+            raise
+        try:
+            self.run.queue.put(ref, positions=positions, producer=self._who)
+        except BaseException:
+            self._tidy(lambda: self.run.store.abort(ref))
+            raise
+        return ref
+
+    def _tidy(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except SluiceError as e:
+            log.debug("producer %s: what a failed put left ends by itself: %s", self.name, e)
+
+    def close(self, error: BaseException | str | None = None) -> None:
+        """Report that the producer is done, or that it failed. Idempotent."""
+        if self._end.is_set():
+            return
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        if error is None:
+            self.run.queue.report(self._who, "done")
+        else:
+            self.run.queue.report(self._who, "failed", f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error)
+
+    def __enter__(self) -> Producer:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close(error)
+        except SluiceError as e:
+            if error is None:
+                raise
+            log.warning("producer %s could not report its failure: %s", self.name, e)
