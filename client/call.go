@@ -26,7 +26,7 @@ const maxAnswer = 256 << 20
 // call is one call of the API.
 type call struct {
 	method, path string // the path is escaped and has its query
-	in, out      any    // bodies in JSON, or nil
+	in, out      any    // bodies in JSON, or nil; out points to a zero value
 	wait         time.Duration
 	patience     time.Duration // the client's if 0, none below
 	sent         *time.Time    // is set to when the last attempt began, unless it is nil
@@ -152,8 +152,13 @@ func decode(resp *http.Response, out any) error {
 	if out == nil || resp.StatusCode == http.StatusNoContent {
 		return nil
 	}
-	if kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type")); kind != "application/json" {
-		return noService(resp, "the type "+kind)
+	if h := resp.Header.Get("Content-Type"); h != "application/json" {
+		if kind, _, _ := mime.ParseMediaType(h); kind != "application/json" {
+			return noService(resp, "the type "+kind)
+		}
+	}
+	if wire.Read(data, out) { // out is zero until here
+		return nil
 	}
 	if err := json.Unmarshal(data, out); err != nil {
 		return &sluice.Error{Kind: sluice.Corrupt, Op: "client", Subject: resp.Request.URL.Path, Detail: "the answer can't be read", Err: err}

@@ -271,8 +271,16 @@ func (c *call) decode(v any) error {
 	return decodeJSON(b.Bytes(), v)
 }
 
-// decodeJSON is strict: unknown and repeated fields are refused, and so is anything but one value. No body is the empty object, for calls all of whose fields are optional.
+// decodeJSON is strict: unknown and repeated fields are refused, and so is anything but one value. No body is the empty object, for calls all of whose fields are optional. v is zero before.
 func decodeJSON(data []byte, v any) error {
+	if wire.Read(data, v) { // as programs write it
+		return nil
+	}
+	return study(data, v)
+}
+
+// study reads a body of whatever form, in several passes, and says what is wrong with it.
+func study(data []byte, v any) error {
 	bad := func(err error) error {
 		var e *sluice.Error
 		if errors.As(err, &e) {

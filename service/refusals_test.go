@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
@@ -155,6 +157,47 @@ func FuzzDecode(f *testing.F) {
 			t.Fatalf("%s became %s, %v", again, third, err)
 		}
 	})
+}
+
+// FuzzOnePass: what is read in one pass is what a study of it finds, which refuses names in other cases, repeated ones and unknown ones.
+func FuzzOnePass(f *testing.F) {
+	lease := strings.Repeat("0f", 16)
+	for _, seed := range []string{
+		`{}`, `{"bytes":[1,2],"wait_seconds":0.5,"request_id":"r","producer":{"name":"p","incarnation":2}}`, `{"bytes":[],"ungated":true}`, `{"bytes":[1],"Bytes":[2]}`, `{"bytes":[1],"bytes":[2]}`,
+		`{"consumer":{"name":"c","rank":1},"max":3,"ahead":false}`, `{"consumer":{"name":"c"},"settlements":[{"lease":"` + lease + `","verdict":"ack","reason":""}]}`, `{"items":[{"positions":[{"source":"s","epoch":1,"index":2}]}]}`,
+		`{"items":[{"ref":` + oneRef(f) + `}],"below":true}`, `{"file":"f","sample_id":"s","fields":{"num_tokens":2,"features":["x"]}}`,
+	} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		for _, body := range []func() any{
+			func() any { return new(wire.Reserve) }, func() any { return new(wire.Unreserve) }, func() any { return new(wire.Commit) }, func() any { return new(wire.Acquire) }, func() any { return new(wire.Settle) },
+			func() any { return new(wire.Renew) }, func() any { return new(wire.Report) }, func() any { return new(wire.Stage) }, func() any { return new(wire.Pin) }, func() any { return new(wire.RunSpec) },
+		} {
+			got, want := body(), body()
+			if !wire.Read(data, got) {
+				continue
+			}
+			if err := study(data, want); err != nil {
+				t.Errorf("%T: %q was read in one pass, but %v", got, data, err)
+			} else if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("%T of %q (-studied +one pass):\n%s", got, data, diff)
+			}
+		}
+	})
+}
+
+// oneRef is a ref in JSON.
+func oneRef(t testing.TB) string {
+	ref, err := sluice.NewRef(sluice.RefFields{
+		SampleID: "s-1", RunID: "r1", StoreURI: "mem:x", Generation: "g1", Algorithm: "mine", SchemaVersion: 1, NumTokens: 3, EstimatedBytes: 100,
+		Features: []sluice.RefFeature{{Name: "x", Key: "s-1/x", Spec: sluice.Spec{Shape: []int64{100}, DType: sluice.Bool}}}, Attributes: map[string]string{"a": "b"},
+		TargetModelVersion: "1", DraftWeightVersion: "0",
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ref.Canonical()
 }
 
 // What a caller may have in any number must not fill the memory of the service.
