@@ -40,6 +40,7 @@ fuzz: ## every fuzz target in turn, FUZZTIME each
 
 golden: ## make the golden arrays again (needs torch: Debian python3-torch is enough)
 	$(PYTHON) tools/refs/golden.py testdata/refs
+	$(PYTHON) tools/safetensors/layouts.py testdata/layouts
 	$(PYTHON) tools/golden/batches.py stream/testdata/golden
 
 openapi: ## docs/openapi.yaml, from the service

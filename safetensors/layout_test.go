@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"fmt"
 	"math"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -54,6 +56,38 @@ func TestLayoutBytesAreFixed(t *testing.T) {
 	}
 	if l.Size() != int64(len(head))+71 {
 		t.Errorf("size is %d, want %d", l.Size(), len(head)+71)
+	}
+}
+
+// The files are made by tools/safetensors/layouts.py, and the Python package is held against the same ones.
+func TestLayoutGivesGoldenBytesBack(t *testing.T) {
+	t.Parallel()
+	files, err := filepath.Glob("../testdata/layouts/*.safetensors")
+	if err != nil || len(files) < 6 {
+		t.Fatalf("golden layouts: %v, %v", files, err)
+	}
+	for _, path := range files {
+		want, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h, err := ParseHeader(want, int64(len(want)))
+		if err != nil {
+			t.Errorf("%s: %v", path, err)
+			continue
+		}
+		var features []sluice.Feature
+		for _, e := range h.Entries {
+			features = append(features, sluice.Feature{Name: e.Name, Tensor: sluice.Tensor{Spec: e.Spec, Data: want[h.DataStart+e.Begin : h.DataStart+e.End]}})
+		}
+		slices.Reverse(features)
+		var got bytes.Buffer
+		if _, err := layoutOf(t, features, h.Metadata).Stream(&got, features); err != nil {
+			t.Errorf("%s: %v", path, err)
+		}
+		if !bytes.Equal(got.Bytes(), want) {
+			t.Errorf("%s:\n got %q\nwant %q", path, got.Bytes(), want)
+		}
 	}
 }
 
