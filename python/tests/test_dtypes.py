@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interpreter import run_python
 
 from sluice import dtypes
 from sluice.errors import InvalidError, UnsupportedError
+
+from .interpreter import run_python
 
 NUMPY_NAMES = tuple(n for n in dtypes.NAMES if n not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"))
 

@@ -60,11 +60,7 @@ def name_of_tag(tag: str) -> str:
     try:
         return _NAME_OF_TAG[tag]
     except KeyError:
-        raise InvalidError(
-            f"is not a safetensors tag of a dtype that a feature may have, want one of {', '.join(_NAME_OF_TAG)}",
-            op="dtype",
-            subject=tag,
-        ) from None
+        raise InvalidError(f"dtype tag is {tag!r:.80}, want one of {', '.join(_NAME_OF_TAG)}", op="dtype") from None
 
 
 def name_of(dtype: object) -> str:

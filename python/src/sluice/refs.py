@@ -274,7 +274,7 @@ class SampleRef:
         return (*(getattr(self, f.name) for f in dataclasses.fields(self)), self.feature_names())
 
     def _bad(self, detail: str) -> InvalidError:
-        return InvalidError(detail, op="ref", subject=self.sample_id if isinstance(self.sample_id, str) else "")
+        return InvalidError(detail, op="ref", subject=self.sample_id if _is_id(self.sample_id) else "")
 
     def _algorithm(self) -> FeatureAlgorithm | str:
         value = self.algorithm
@@ -521,7 +521,7 @@ def _walk(obj: Any, path: str, depth: int, above: set[int]) -> None:
                 fail(f"a dict with the key {key!r:.80}, want str keys")
             if len(key) > _GUARD_BYTES:
                 fail(f"a key of {len(key)} characters, at most {_GUARD_BYTES} are allowed")
-            _walk(value, f"{path}[{json.dumps(key, ensure_ascii=False)}]", depth + 1, above)
+            _walk(value, f"{path}[{json.dumps(key, ensure_ascii=not key.isprintable())}]", depth + 1, above)
     elif isinstance(obj, (set, frozenset)):
         fail(f"a set ({kind.__name__})")
     elif dataclasses.is_dataclass(obj) and not isinstance(obj, type):

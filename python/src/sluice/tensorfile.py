@@ -143,7 +143,7 @@ def encode(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER:
         raise _invalid(f"is {len(text)} bytes long, want at most {MAX_HEADER}", "header")
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [_memory(name, tensors[name]) for name in order if specs[name].nbytes]
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [_memory(tensors[name]) for name in order if specs[name].nbytes]
 
 
 def decode(buffer: Buffer, names: Sequence[str], framework: Literal["torch", "numpy"] | None = None) -> dict[str, Tensor]:
@@ -175,9 +175,11 @@ def decode(buffer: Buffer, names: Sequence[str], framework: Literal["torch", "nu
     for name in names:
         entry = header.entries.get(name)
         if entry is None:
-            raise NotFoundError(f"is not in the file, which has {', '.join(header.entries)!s:.300}", op="tensorfile: decode", subject=name)
+            raise NotFoundError(
+                f"is not in the file, which has {list(header.entries)!r:.300}", op="tensorfile: decode", subject=_shown(name)
+            )
         if entry.dtype not in dtypes.NAMES:
-            raise UnsupportedError(f"has the dtype {entry.dtype}, which no feature may have", op="tensorfile: decode", subject=name)
+            raise UnsupportedError(f"has the dtype {entry.dtype}, which no feature may have", op="tensorfile: decode", subject=_shown(name))
         part = data[header.data_start + entry.start : header.data_start + entry.end]
         tensors[name] = _array(part, entry) if torch is None else _torch_tensor(torch, part, entry)
     return tensors
@@ -198,12 +200,17 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, FeatureSpec]:
     return specs
 
 
+def _shown(name: str) -> str:
+    """Return the name of a tensor as it may stand in a message: files of strangers name theirs as they like."""
+    return name if name.isprintable() and len(name) <= 80 else f"{name!r:.80}"
+
+
 def _invalid(detail: str, subject: str, hint: str = "") -> InvalidError:
-    return InvalidError(detail, op="tensorfile", subject=subject, hint=hint)
+    return InvalidError(detail, op="tensorfile", subject=_shown(subject), hint=hint)
 
 
 def _corrupt(detail: str, subject: str) -> CorruptError:
-    return CorruptError(detail, op="tensorfile: parse", subject=subject)
+    return CorruptError(detail, op="tensorfile: parse", subject=_shown(subject))
 
 
 def _is_utf8(text: str) -> bool:
@@ -241,14 +248,15 @@ def _tensor_fault(tensor: Any) -> str:
     return ""
 
 
-def _memory(name: str, tensor: Any) -> memoryview:
+def _memory(tensor: Any) -> memoryview:
     """Return the bytes of a tensor that is not empty, its own where that is possible."""
     if _is_torch(tensor):
         torch = dtypes.loaded_torch()
         assert torch is not None
-        # Elements that numpy does not have pass as bytes. A tensor without axes cannot be viewed as another width, hence reshape.
-        dense = tensor.detach().cpu().resolve_neg().contiguous().reshape(-1)
-        array: npt.NDArray[Any] = dense.view(torch.uint8).numpy()
+        # Elements that numpy does not have pass as bytes. To be viewed so, a tensor must have an axis, and one of stride 1, which an axis
+        # of length 1 need not have.
+        dense = tensor.detach().cpu().resolve_neg().contiguous()
+        array: npt.NDArray[Any] = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
     else:
         array = np.asarray(tensor)
         if not array.dtype.isnative:
