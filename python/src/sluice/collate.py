@@ -855,8 +855,12 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return bool(a.device == b.device and a.data_ptr() == b.data_ptr())
 
 
+def _is_tensor(t: object) -> bool:
+    return isinstance(t, np.ndarray) or dtypes.is_torch_dtype(getattr(t, "dtype", None))
+
+
 def _name_and_shape(feature: str, t: object) -> tuple[str, tuple[int, ...]]:
-    if not isinstance(t, np.ndarray) and not dtypes.is_torch_dtype(getattr(t, "dtype", None)):
+    if not _is_tensor(t):
         raise InvalidError(f"is a {type(t).__name__}, want a torch tensor or a numpy array", op="collate", subject=feature)
     tensor: Any = t
     return dtypes.name_of(tensor.dtype), tuple(int(n) for n in tensor.shape)
@@ -878,6 +882,8 @@ def _check_tensors(sample: Sample) -> None:
     for i, ((name, t), (want, spec)) in enumerate(zip(sample.tensors.items(), specs.items(), strict=True)):
         if name != want:
             raise bad(f'feature {i} is "{name}", the ref promises "{want}"')
+        if _is_tensor(t) and t.dtype is spec.dtype and t.shape == spec.shape:
+            continue  # the usual case, fast
         got, promised = _name_and_shape(name, t), (dtypes.name_of(spec.dtype), tuple(spec.shape))
         if got != promised:
             raise bad(f'feature "{name}" is {spec_text(*got)}, the ref promises {spec_text(*promised)}')
@@ -885,16 +891,21 @@ def _check_tensors(sample: Sample) -> None:
 
 def _same_features(first: Sample, sample: Sample, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     """Refuse tensors of a sample that are not the same features, of the same types, as the first one's."""
-    if list(a) != list(b):
-        detail = f'has the features [{" ".join(sample.tensors)}], but sample "{first.ref.sample_id}" has [{" ".join(first.tensors)}]'
-        raise SchemaError(detail, op="collate", subject=sample.ref.sample_id)
-    for name, x in a.items():
-        y = b[name]
+    if len(a) != len(b):
+        raise _other_features(first, sample)
+    for (name, x), (other, y) in zip(a.items(), b.items(), strict=True):
+        if name != other:
+            raise _other_features(first, sample)
+        if isinstance(x, np.ndarray) != isinstance(y, np.ndarray):
+            detail = f'feature "{name}" is a {type(y).__name__}, but sample "{first.ref.sample_id}" has a {type(x).__name__}'
+            raise InvalidError(detail, op="collate", subject=sample.ref.sample_id)
         if x.dtype != y.dtype or len(x.shape) != len(y.shape):
-            if type(x) is not type(y) and _spec_of(name, x) == _spec_of(name, y):
-                detail = f'feature "{name}" is a {type(y).__name__}, but sample "{first.ref.sample_id}" has a {type(x).__name__}'
-                raise InvalidError(detail, op="collate", subject=sample.ref.sample_id)
             raise _other_spec("collate", name, sample, y, first, x)
+
+
+def _other_features(first: Sample, sample: Sample) -> SchemaError:
+    detail = f'has the features [{" ".join(sample.tensors)}], but sample "{first.ref.sample_id}" has [{" ".join(first.tensors)}]'
+    return SchemaError(detail, op="collate", subject=sample.ref.sample_id)
 
 
 def _other_spec(op: str, feature: str, sample: Sample, t: Tensor, first: Sample, other: Tensor) -> SchemaError:

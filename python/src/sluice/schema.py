@@ -11,7 +11,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import dtypes
@@ -113,6 +113,10 @@ class Schema:
     attributes: tuple[AttributeRule, ...]
     min_tokens: int
     min_supervised: int
+    _by_name: dict[str, SchemaFeature] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {f.name: f for f in self.features})
 
     @staticmethod
     def parse(document: Mapping[str, Any] | Schema) -> Schema:
@@ -121,7 +125,7 @@ class Schema:
 
     def feature(self, name: str) -> SchemaFeature | None:
         """Return the feature with the given name, or None."""
-        return next((f for f in self.features if f.name == name), None)
+        return self._by_name.get(name)
 
     def role(self, role: str) -> SchemaFeature | None:
         """Return the feature that is taken from the given role, or None."""
