@@ -1,0 +1,433 @@
+"""Services that a program starts for itself: no port, no token, a unix socket in a folder that only this user can enter.
+
+A service that is started here is a process of its own, detached from the program. What keeps it is the sessions that clients hold; when the last one is gone, be it that its program was killed, it
+ends after ten seconds and leaves nothing. :func:`local` besides ends its service at once when it is closed and when the program ends in order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import http.client
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from . import binary
+from .client import Client
+from .errors import DeniedError, InvalidError, UnavailableError
+from .transport import new_id
+
+log = logging.getLogger("sluice")
+
+IDLE_SECONDS = 10.0
+"""How long a private service outlives its last client."""
+START_SECONDS = 60.0
+"""How long a start may take before it is given up."""
+
+_STOP_SECONDS = 30.0
+_ANSWER_SECONDS = 5.0
+_SHELL_SECONDS = 30.0
+_MAX_SOCKET_PATH = 103 if os.uname().sysname == "Darwin" else 107
+_LONGEST_NAME = len("/d0123456789abcdef/sluice.sock")
+_MAX_LOG = 1 << 20
+_OLD_LOG_SECONDS = 3600.0
+_UNKNOWN = -1  # the exit status of a service that is left to itself
+_ALREADY_RUNS = 3  # that of a service whose state directory another one has
+
+# The service is a grandchild: its parent, a shell that waits for it, says its pid and its exit status on the pipe, and leaves neither a zombie nor a child in this program.
+_DETACH = '{ "$@" >&2 & echo $!; wait $!; echo $?; } &'
+
+
+class Endpoint:
+    """A private service that answers. It cannot end for want of clients before :meth:`close`, so that there is time for a client to connect: minutes, not longer.
+
+    ``socket`` is the path of its unix socket, and ``url`` the address for :class:`sluice.Client`. ``pid`` is its process, ``folder`` its state directory, and ``log`` the file of what it says.
+    ``binary`` is the binary that it was started with, None if it was joined.
+    """
+
+    def __init__(self, folder: Path, pid: int, hold: _Hold, used: binary.Binary | None) -> None:
+        self.pid = pid
+        self.folder = str(folder)
+        self.socket = str(folder / "sluice.sock")
+        self.url = f"unix:{self.socket}"
+        self.log = str(_log_of(folder))
+        self.binary = used
+        self._hold = hold
+
+    def close(self) -> None:
+        """Stop keeping the service. Idempotent."""
+        self._hold.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalClient(Client):
+    """A client whose service is its own: see :func:`local`. ``endpoint`` says where it is and which binary it is."""
+
+    def __init__(self, endpoint: Endpoint, process: _Process, **options: Any) -> None:
+        self._process = process
+        self._pid = os.getpid()
+        self.endpoint = endpoint
+        super().__init__(endpoint.url, **options)
+        _open.add(self)
+
+    def close(self) -> None:
+        """End the session and the service, with its samples. Tensors that were handed out stay valid. Idempotent; in a child of a fork it leaves the service to the parent."""
+        try:
+            super().close()
+        finally:
+            if self._pid == os.getpid() and self in _open:
+                _open.remove(self)
+                self._end()
+
+    def _end(self) -> None:
+        status = self._process.stop()
+        if status == 0:
+            Path(self.endpoint.log).unlink(missing_ok=True)
+        else:
+            log.warning("service: process %d ended with status %s; %s is what it said", self.endpoint.pid, status, self.endpoint.log)
+
+
+_open: set[LocalClient] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_open):
+        try:
+            client.close()
+        except Exception:
+            log.exception("service: process %d could not be ended in order", client.endpoint.pid)
+
+
+def local(
+    *, max_bytes: int | str | None = None, store: str | os.PathLike[str] | None = None, durability: str = "process", idle: float = IDLE_SECONDS, timeout: float = START_SECONDS, **options: Any,
+) -> LocalClient:
+    """Start a service for this program alone, and return a client of it.
+
+        with sluice.local() as client:
+            run = client.create_run("r1", algorithm="eagle3", max_bytes=4 << 30)
+
+    It ends with the client's ``close``, at the end of the ``with``, and when the program ends in order; ``idle`` seconds after the program was killed. Then its samples are gone.
+    ``max_bytes`` is what the caps of all runs may add up to: bytes, or a size like "64GiB"; None is whatever the machine has room for. ``store`` is the directory for samples, which need not be there;
+    by default it is in /dev/shm, if that has room. ``durability`` is "process" or "power". ``timeout`` bounds the start, in seconds. ``options`` are those of :class:`sluice.Client`.
+
+    Raises UnavailableError (no binary, or it did not start: with the end of its log), UnsupportedError (the binary is too old), DeniedError (a folder belongs to somebody else), InvalidError.
+    """
+    folder = _base() / f"l{new_id()[:12]}"
+    endpoint, process = _start_or_join(folder, _flags(max_bytes, store, durability, idle), timeout)
+    if process is None:
+        endpoint.close()
+        raise InvalidError("there is one already, by the name that was made for this one", op="service", subject=str(folder))
+    try:
+        client = LocalClient(endpoint, process, **options)
+    except BaseException:
+        process.stop()
+        raise
+    finally:
+        endpoint.close()
+    return client
+
+
+def private(
+    key: str | os.PathLike[str] | None = None, *, max_bytes: int | str | None = None, store: str | os.PathLike[str] | None = None, durability: str = "process", idle: float = IDLE_SECONDS,
+    timeout: float = START_SECONDS,
+) -> Endpoint:
+    """Start a private service, or join the one that runs: one for each process if ``key`` is None, else one for each directory, whichever way its path is written. Many may call at once.
+
+        with service.private(directory) as endpoint:
+            client = Client(endpoint.url)
+
+    The other arguments are as for :func:`local`; they count for who starts it. The service ends ``idle`` seconds after its last client.
+
+    Raises as :func:`local` does, and UnsupportedError if the one that runs is too old for this package.
+    """
+    endpoint, process = _start_or_join(_base() / _name(key), _flags(max_bytes, store, durability, idle), timeout)
+    if process is not None:
+        process.forget()
+    return endpoint
+
+
+_own: dict[int, str] = {}  # the name of this process's service, by its pid: a child of a fork has another
+
+
+def _name(key: str | os.PathLike[str] | None) -> str:
+    if key is None:
+        return _own.setdefault(os.getpid(), f"p{new_id()[:16]}")
+    real = os.path.realpath(key)
+    try:
+        info = os.stat(real)
+    except OSError as e:
+        raise InvalidError(f"can't be looked at: {e.strerror}", op="service", subject=os.fspath(key)) from e
+    if not stat.S_ISDIR(info.st_mode):
+        raise InvalidError("is no directory", op="service", subject=os.fspath(key))
+    # Both: an inode alone is soon given to another directory, and a path alone may be removed and made again.
+    return "d" + hashlib.sha256(os.fsencode(real) + f"\0{info.st_dev}:{info.st_ino}".encode()).hexdigest()[:16]
+
+
+def _flags(max_bytes: int | str | None, store: str | os.PathLike[str] | None, durability: str, idle: float) -> list[str]:
+    if not idle > 0:
+        raise InvalidError(f"is {idle!r} seconds, want more than 0", op="service", subject="idle")
+    if durability not in ("process", "power"):
+        raise InvalidError(f"is {durability!r}, want process or power", op="service", subject="durability")
+    flags = ["--no-tcp", "--remove-state", "--exit-idle", f"{idle:.3f}s", "--max-bytes", "none" if max_bytes is None else str(max_bytes), "--durability", durability, "--log-level", "warn"]
+    return flags + (["--store", os.path.abspath(store)] if store is not None else [])
+
+
+def _base() -> Path:
+    """The folder for the folders of private services: this user's own, and short enough for sockets."""
+    user = f"sluice-{os.geteuid()}"
+    places = [Path(tempfile.gettempdir(), user), Path("/tmp", user)]
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime):
+        if _is_own(runtime):
+            places.insert(0, Path(runtime, "sluice"))
+        else:
+            log.info("service: XDG_RUNTIME_DIR is %s, which is no directory of this user alone: the temp directory is used", runtime)
+    for place in places:
+        if len(os.fsencode(place)) + _LONGEST_NAME <= _MAX_SOCKET_PATH:
+            _make_own(place)
+            return place
+        log.info("service: %s is too long a path for sockets", place)
+    raise InvalidError("every place for sockets has too long a path", op="service", subject=str(places[-1]))
+
+
+def _is_own(folder: str | Path) -> bool:
+    try:
+        info = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
+
+
+def _make_own(folder: Path) -> None:
+    try:
+        above = os.stat(folder.parent)
+        if above.st_uid not in (0, os.geteuid()) or above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+            detail = f"may be changed by others: its mode is {stat.filemode(above.st_mode)}, its owner {above.st_uid}"
+            raise DeniedError(detail, op="service", subject=str(folder.parent), hint="set TMPDIR, or XDG_RUNTIME_DIR, to a directory of your own")
+        try:
+            os.mkdir(folder, 0o700)
+        except FileExistsError:
+            pass
+    except OSError as e:
+        raise UnavailableError(f"can't be made: {e.strerror}", op="service", subject=str(folder)) from e
+    if not _is_own(folder):
+        info = os.lstat(folder)
+        detail = f"is {stat.filemode(info.st_mode)} of user {info.st_uid}, want a directory of this user, {os.geteuid()}, that nobody else can enter"
+        raise DeniedError(detail, op="service", subject=str(folder), hint="remove it, or set TMPDIR or XDG_RUNTIME_DIR to another place")
+
+
+def _start_or_join(folder: Path, flags: list[str], timeout: float) -> tuple[Endpoint, _Process | None]:
+    until = time.monotonic() + timeout
+    used: binary.Binary | None = None
+    process: _Process | None = None
+    not_before, pause = 0.0, 0.02
+    try:
+        while True:
+            hold = _hold(folder / "sluice.sock")
+            if hold is not None:
+                pid = _check(folder, hold)
+                ours = process if process is not None and process.pid == pid else None
+                if process is not None and ours is None:
+                    process.forget()  # it will find that another one was faster
+                return Endpoint(folder, pid, hold, used if ours else None), ours
+            now = time.monotonic()
+            if now >= until:
+                said = process.said() if process is not None else ""
+                raise UnavailableError(f"no service answers there after {timeout:.0f} s{said}", op="service", subject=str(folder))
+            if process is None:
+                if now < not_before:
+                    time.sleep(0.005)
+                    continue
+                used = used or binary.find()
+                process = _Process(used.path, folder, flags)
+            status = process.wait(0.005)
+            if status is None:
+                continue
+            if status not in (0, _ALREADY_RUNS):
+                raise UnavailableError(f"the service ended at its start, with status {status}{process.said()}", op="service", subject=used.path if used else "")
+            # Another one has the folder: it comes up, and is to be joined, or it ends just now, and is to be followed.
+            process.forget()
+            process = None
+            not_before, pause = time.monotonic() + pause, min(2 * pause, 0.5)
+    except BaseException:
+        if process is not None:
+            process.stop()
+        raise
+
+
+class _Hold(http.client.HTTPConnection):
+    """A session, held with the service at a unix socket for as long as this is open."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=_ANSWER_SECONDS)
+        self._path = str(path)
+        self._answer: http.client.HTTPResponse | None = None
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+    def begin(self) -> bool:
+        """Whether it is held. False if no service answers there, or the one that does is ending."""
+        try:
+            self.request("GET", f"/v1/sessions/{new_id()}")
+            self._answer = self.getresponse()
+            status, said = self._answer.status, self._answer.readline(4096)
+        except PermissionError as e:
+            raise DeniedError(f"can't be connected to: {e.strerror}", op="service", subject=self._path) from e
+        except (OSError, http.client.HTTPException):
+            return False
+        if status not in (200, 503):
+            raise UnavailableError(f"answers {status}: {said.decode(errors='replace').strip()}", op="service", subject=self._path)
+        return status == 200 and said != b""
+
+    def close(self) -> None:
+        super().close()
+        if self._answer is not None:
+            self._answer.close()
+
+
+def _hold(path: Path) -> _Hold | None:
+    hold = _Hold(path)
+    held = False
+    try:
+        held = hold.begin()
+        return hold if held else None
+    finally:
+        if not held:
+            hold.close()
+
+
+def _check(folder: Path, hold: _Hold) -> int:
+    """The pid of the service that runs there, if this package can work with it."""
+    try:
+        endpoint = json.loads((folder / "endpoint.json").read_bytes())
+        pid, api = int(endpoint["pid"]), int(endpoint.get("api", 0))
+        if api < binary.LEAST_API:
+            raise binary.too_old(str(endpoint.get("version", "")), api, f"the service of process {pid}")
+        return pid
+    except BaseException as e:
+        hold.close()
+        if isinstance(e, (OSError, ValueError, TypeError, KeyError)):
+            raise UnavailableError(f"the service there has left no word of itself: {e}", op="service", subject=str(folder / "endpoint.json")) from e
+        raise
+
+
+class _Process:
+    """A service that this process has started, as far as it still cares for it."""
+
+    def __init__(self, path: str, folder: Path, flags: list[str]) -> None:
+        _sweep_logs(folder.parent)
+        self._log = _log_of(folder)
+        self._status: int | None = None
+        self._read = b""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}  # they would set flags
+        command = ["/bin/sh", "-c", _DETACH, "sh", path, "serve", "--state", str(folder), *flags]
+        try:
+            out = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(out).st_size > _MAX_LOG:
+                    os.ftruncate(out, 0)
+                self._from = os.fstat(out).st_size
+                self._pipe, write = os.pipe()
+                try:
+                    shell = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write, stderr=out, cwd="/", env=environment, start_new_session=True)
+                except BaseException:
+                    os.close(self._pipe)
+                    raise
+                finally:
+                    os.close(write)
+            finally:
+                os.close(out)
+        except OSError as e:
+            raise UnavailableError(f"can't be started: {e}", op="service", subject=path) from e
+        try:
+            shell.wait(_SHELL_SECONDS)  # it only begins what goes on in the background
+            until = time.monotonic() + _SHELL_SECONDS
+            while b"\n" not in self._read and self.wait(0.1) is None and time.monotonic() < until:
+                pass
+            self.pid = int(self._read.split(b"\n")[0])
+        except (subprocess.TimeoutExpired, ValueError):
+            shell.kill()
+            self.forget()
+            raise UnavailableError(f"/bin/sh has not started it in {_SHELL_SECONDS:.0f} s{self.said()}", op="service", subject=path) from None
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status, once it has ended; None if it still runs after so many seconds."""
+        poll = select.poll()
+        if self._status is None:
+            poll.register(self._pipe, select.POLLIN)
+        until = time.monotonic() + seconds
+        while self._status is None and poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+            piece = os.read(self._pipe, 64)
+            self._read += piece
+            if not piece:
+                lines = self._read.split()
+                self._status = int(lines[1]) if len(lines) > 1 else _UNKNOWN
+                os.close(self._pipe)
+            elif self._read.count(b"\n") < 2:
+                break  # its pid, which is what the constructor waits for
+        return self._status
+
+    def forget(self) -> None:
+        """Leave the service to itself."""
+        if self._status is None:
+            self._status = _UNKNOWN
+            os.close(self._pipe)
+
+    def stop(self) -> int | None:
+        """End it in order, or by force if that takes too long. Returns its exit status. Idempotent."""
+        if self.wait(0.0) is None:
+            self._kill(signal.SIGTERM)
+            if self.wait(_STOP_SECONDS) is None:
+                log.warning("service: process %d has not ended in %.0f s and is killed", self.pid, _STOP_SECONDS)
+                self._kill(signal.SIGKILL)
+        return self.wait(_ANSWER_SECONDS)
+
+    def _kill(self, what: signal.Signals) -> None:
+        try:
+            os.kill(self.pid, what)
+        except ProcessLookupError:
+            pass  # it has just ended
+
+    def said(self) -> str:
+        """The end of its log."""
+        with open(self._log, "rb") as f:
+            f.seek(max(self._from, os.fstat(f.fileno()).st_size - 4096))
+            text = f.read(4096).decode(errors="replace").strip()
+        return f". It said:\n{text}" if text else f", and said nothing ({self._log})"
+
+
+def _log_of(folder: Path) -> Path:
+    """Beside the state directory, of which the service leaves nothing."""
+    return folder.with_name(folder.name + ".log")
+
+
+def _sweep_logs(base: Path) -> None:
+    """Removes the logs of services that are long gone."""
+    for path in base.glob("*.log"):
+        try:
+            if not path.with_suffix("").exists() and time.time() - path.stat().st_mtime > _OLD_LOG_SECONDS:
+                path.unlink()
+        except FileNotFoundError:
+            pass  # another start was faster
+        except OSError as e:
+            log.warning("service: an old log can't be removed: %s", e)
