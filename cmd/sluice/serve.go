@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"time"
@@ -79,6 +80,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once. The exit
 	f := c.Flags()
 	f.StringVar(&config, "config", "", "YAML `file` with settings by the names of the flags")
 	f.StringVar(&options.StateDir, "state", "", "`directory` for journals, tokens and the socket (default $XDG_STATE_HOME/sluice or ~/.local/state/sluice)")
+	f.StringVar(&door.Socket, "socket", "", "`path` of the unix socket, in a directory of this user's own (default sluice.sock in the state directory)")
 	f.StringVar(&options.StoreDir, "store", "", "`directory` for samples (default in /dev/shm if that has room for twice --max-bytes, else in the state directory)")
 	f.BoolVar(&options.AbandonSamples, "abandon-samples", false, "start with another store than the samples of the runs are in, and give those up")
 	f.Var(&maxBytes, "max-bytes", "what the caps of all runs may add up to, a `size`; none bounds them by the machine's room alone")
@@ -208,6 +210,11 @@ func newLog(w io.Writer, format, level string) (*slog.Logger, error) {
 func serve(ctx context.Context, stdout io.Writer, o service.Options, door access.Options) (err error) {
 	if door.StateDir, err = stateDir(o.StateDir); err != nil {
 		return err
+	}
+	if door.Socket != "" {
+		if door.Socket, err = filepath.Abs(door.Socket); err != nil {
+			return &sluice.Error{Kind: sluice.Invalid, Op: "serve", Subject: "--socket", Err: err}
+		}
 	}
 	if err := door.Check(); err != nil {
 		return err

@@ -26,6 +26,7 @@ import (
 // Options say where the door is and who may come in.
 type Options struct {
 	StateDir string // of the service; it must exist
+	Socket   string // path of the unix socket, absolute; sluice.sock in StateDir if empty
 	Listen   string // TCP address, host:port; "" for none
 
 	TLSCert, TLSKey   string   // files of a certificate and its key, PEM
@@ -107,7 +108,7 @@ func Open(o Options) (_ *Door, err error) {
 	if o.peer == nil {
 		o.peer = peerUID
 	}
-	if err := checkDir(o.StateDir); err != nil {
+	if err := checkDir("state directory", "--state", o.StateDir); err != nil {
 		return nil, err
 	}
 	if err := EnsureTokens(o.StateDir); err != nil {
@@ -133,8 +134,13 @@ func Open(o Options) (_ *Door, err error) {
 			d.hosts[strings.ToLower(host)] = true
 		}
 	}
-	if d.socket, err = listenUnix(o.StateDir); err == nil {
-		d.socketFile, err = os.Lstat(socketPath(o.StateDir))
+	if d.o.Socket == "" {
+		d.o.Socket = filepath.Join(o.StateDir, wire.SocketFile)
+	} else if err = checkDir("directory of the socket", "--socket", filepath.Dir(d.o.Socket)); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	if d.socket, err = listenUnix(d.o.Socket); err == nil {
+		d.socketFile, err = os.Lstat(d.o.Socket)
 	}
 	if err != nil {
 		return nil, errors.Join(err, d.Close())
@@ -142,21 +148,21 @@ func Open(o Options) (_ *Door, err error) {
 	return d, nil
 }
 
-// checkDir refuses a state directory into which somebody else may put things.
-func checkDir(dir string) error {
+// checkDir refuses a directory into which somebody else may put things.
+func checkDir(op, flag, dir string) error {
 	info, err := os.Stat(dir)
 	if err != nil {
-		return &sluice.Error{Kind: sluice.NotFound, Op: "state directory", Subject: dir, Err: err}
+		return &sluice.Error{Kind: sluice.NotFound, Op: op, Subject: dir, Err: err}
 	}
 	if !info.IsDir() || info.Mode().Perm()&0o022 != 0 || uidOf(info) != os.Geteuid() {
-		return &sluice.Error{Kind: sluice.Denied, Op: "state directory", Subject: dir, Detail: fmt.Sprintf("is %s of uid %d, want a directory of this user's own that nobody else may write to", info.Mode(), uidOf(info)), Hint: "chmod 700 it, or choose another with --state"}
+		return &sluice.Error{Kind: sluice.Denied, Op: op, Subject: dir, Detail: fmt.Sprintf("is %s of uid %d, want a directory of this user's own that nobody else may write to", info.Mode(), uidOf(info)), Hint: "chmod 700 it, or choose another with " + flag}
 	}
 	return nil
 }
 
 // Endpoint says where the door is.
 func (d *Door) Endpoint() wire.Endpoint {
-	e := wire.Endpoint{PID: os.Getpid(), Socket: socketPath(d.o.StateDir), Version: d.o.Version, API: wire.API}
+	e := wire.Endpoint{PID: os.Getpid(), Socket: d.o.Socket, Version: d.o.Version, API: wire.API}
 	if d.tcp != nil {
 		e.URL = "http://" + d.reachable()
 		if d.tls != nil {
@@ -208,7 +214,7 @@ func (d *Door) Close() error {
 	}
 	if d.socket != nil {
 		errs = append(errs, d.socket.Close())
-		path := socketPath(d.o.StateDir)
+		path := d.o.Socket
 		if now, err := os.Lstat(path); err == nil && d.socketFile != nil && os.SameFile(now, d.socketFile) {
 			errs = append(errs, os.Remove(path))
 		}
@@ -354,8 +360,6 @@ func (d *Door) hostAllowed(r *http.Request, c *conn) bool {
 	ip, err := netip.ParseAddr(host)
 	return err == nil && ip.Unmap() == c.local
 }
-
-func socketPath(dir string) string { return filepath.Join(dir, wire.SocketFile) }
 
 func uidName(uid int) string { return fmt.Sprintf("uid %d", uid) }
 

@@ -784,7 +784,7 @@ func TestTheSocketOfADeadServiceIsReplacedAndThatOfALiveOneIsNot(t *testing.T) {
 	}
 	dead.SetUnlinkOnClose(false)
 	dead.Close()
-	l, err := listenUnix(dir)
+	l, err := listenUnix(filepath.Join(dir, wire.SocketFile))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -793,7 +793,7 @@ func TestTheSocketOfADeadServiceIsReplacedAndThatOfALiveOneIsNot(t *testing.T) {
 	if err != nil || info.Mode() != os.ModeSocket|0o600 {
 		t.Errorf("socket: %v %v", info, err)
 	}
-	if second, err := listenUnix(dir); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), "a service listens there;") {
+	if second, err := listenUnix(filepath.Join(dir, wire.SocketFile)); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), "a service listens there;") {
 		t.Errorf("got %v %v", second, err)
 	}
 	left, err := os.ReadDir(dir)

@@ -16,7 +16,6 @@ import (
 	"time"
 
 	"github.com/sluice-ml/sluice"
-	"github.com/sluice-ml/sluice/internal/wire"
 )
 
 // DefaultListen is the TCP address unless another is chosen.
@@ -25,15 +24,14 @@ const DefaultListen = "127.0.0.1:7447"
 // maxSocketPath is what the kernel takes as the path of a unix socket, without the zero byte at its end.
 const maxSocketPath = 107
 
-// listenUnix makes the socket <dir>/sluice.sock. It is born under another name in a directory that only we can enter, so that there is no moment in which others could connect,
+// listenUnix makes the socket. It is born under another name in a directory that only we can enter, so that there is no moment in which others could connect,
 // and then moved into place. What a dead service left there is replaced; a live one, or anything that is no socket, is not touched.
-func listenUnix(dir string) (*net.UnixListener, error) {
-	path := filepath.Join(dir, wire.SocketFile)
+func listenUnix(path string) (*net.UnixListener, error) {
 	refuse := func(kind sluice.Kind, detail, hint string, err error) (*net.UnixListener, error) {
 		return nil, &sluice.Error{Kind: kind, Op: "unix socket", Subject: path, Detail: detail, Hint: hint, Err: err}
 	}
 	if len(path) > maxSocketPath {
-		return refuse(sluice.Invalid, fmt.Sprintf("the path has %d bytes, at most %d are possible", len(path), maxSocketPath), "choose a shorter state directory with --state", nil)
+		return refuse(sluice.Invalid, fmt.Sprintf("the path has %d bytes, at most %d are possible", len(path), maxSocketPath), "choose a shorter state directory with --state, or another place with --socket", nil)
 	}
 	info, err := os.Lstat(path)
 	switch {
@@ -54,7 +52,7 @@ func listenUnix(dir string) (*net.UnixListener, error) {
 			return refuse(sluice.Conflict, "it can't be told whether a service listens there", "", err)
 		}
 	}
-	nest := filepath.Join(dir, "."+strings.ToLower(rand.Text()[:6])) // with /s, no longer than the name of the socket
+	nest := filepath.Join(filepath.Dir(path), "."+strings.ToLower(rand.Text()[:6])) // with /s, no longer than sluice.sock
 	if err := os.Mkdir(nest, 0o700); err != nil {
 		return refuse(sluice.Denied, "", "", err)
 	}
