@@ -8,8 +8,10 @@ import (
 // RunConfig describes a run: one stream from producers to consumers. Its zero fields mean the defaults that Resolve fills in.
 type RunConfig struct {
 	RunID  string  `json:"run_id"`
-	Schema *Schema `json:"schema"` // what every sample must look like
-	Caps   Caps    `json:"caps"`   // of the run's store
+	Schema *Schema `json:"schema"` // what every sample must look like; nil in a mixed run
+	// Mixed lets in refs of any run id, algorithm, schema version and features: what is in them is between producers and consumers. Store, generation and claims are checked as always.
+	Mixed bool `json:"mixed,omitempty"`
+	Caps  Caps `json:"caps"` // of the run's store
 
 	// VisibilityTimeout is how long a lease lives unless it is renewed; 30 s. (Upstream's VisibilityTimeout.)
 	VisibilityTimeout time.Duration `json:"visibility_timeout"`
@@ -75,8 +77,11 @@ func (c RunConfig) Resolve() (RunConfig, error) {
 	if err := ValidateID(c.RunID); err != nil {
 		return c, &Error{Kind: Invalid, Op: "run", Detail: "run_id", Err: err}
 	}
-	if c.Schema == nil {
+	switch {
+	case c.Schema == nil && !c.Mixed:
 		return fail("schema", "is missing")
+	case c.Schema != nil && c.Mixed:
+		return fail("schema", "is given, but the run is mixed and checks none")
 	}
 	var err error
 	if c.Caps, err = c.Caps.Resolve(); err != nil {

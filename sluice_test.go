@@ -128,6 +128,17 @@ func TestCapsFillInMarksAndRefuseContradictions(t *testing.T) {
 	if want := (Caps{1000, 10, 750, 250, 8, 2}); err != nil || got != want {
 		t.Errorf("got %+v, %v; want %+v", got, err, want)
 	}
+	for _, tc := range []struct{ caps, want Caps }{ // marks without their cap
+		{Caps{MaxSamples: 10, HighWatermarkBytes: 300}, Caps{0, 10, 300, 100, 8, 2}}, {Caps{MaxSamples: 10, HighWatermarkBytes: 1}, Caps{0, 10, 1, 0, 8, 2}},
+		{Caps{MaxBytes: 1000, HighWatermarkSamples: 5, LowWatermarkSamples: 4}, Caps{1000, 0, 750, 250, 5, 4}},
+	} {
+		if got, err := tc.caps.Resolve(); err != nil || got != tc.want {
+			t.Errorf("%+v: got %+v, %v; want %+v", tc.caps, got, err, tc.want)
+		}
+		if again, err := tc.want.Resolve(); err != nil || again != tc.want {
+			t.Errorf("%+v, resolved again: %+v, %v", tc.want, again, err)
+		}
+	}
 	for _, n := range []int64{1, 2, 3, 4} {
 		c, err := Caps{MaxSamples: n}.Resolve()
 		if err != nil || c.HighWatermarkSamples < 1 || c.HighWatermarkSamples > n || c.LowWatermarkSamples >= c.HighWatermarkSamples {
@@ -143,8 +154,10 @@ func TestCapsFillInMarksAndRefuseContradictions(t *testing.T) {
 		{Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"HighWatermarkBytes": is 11, want 1 to MaxBytes (10)`},
 		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: 5}, `"LowWatermarkBytes": is 5, want 0 or more and less than HighWatermarkBytes (5)`},
 		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: -1}, `"LowWatermarkBytes": is -1`},
-		{Caps{MaxBytes: 10, HighWatermarkSamples: 5}, `"HighWatermarkSamples": is 5, want 0, since MaxSamples is not set`},
-		{Caps{MaxBytes: 10, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0, since MaxSamples is not set`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: -5}, `"HighWatermarkSamples": is -5, want 1 or more`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: 1 << 53}, `"HighWatermarkSamples": is 9007199254740992, want 1 or more, and less than 2^53`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: 5, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0 or more and less than HighWatermarkSamples (5)`},
+		{Caps{MaxBytes: 10, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0, since neither HighWatermarkSamples nor MaxSamples is set`},
 		{Caps{MaxSamples: 10, LowWatermarkSamples: 9}, `"LowWatermarkSamples": is 9, want 0 or more and less than HighWatermarkSamples (8)`},
 	} {
 		if _, err := tc.caps.Resolve(); !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), tc.want) {
@@ -170,6 +183,23 @@ func TestHealthComparesUseWithBothMarks(t *testing.T) {
 		h := Health{ResidentBytes: tc.bytes / 2, ReservedBytes: tc.bytes - tc.bytes/2, ResidentSamples: tc.samples / 2, ReservedSamples: tc.samples - tc.samples/2, Caps: caps}
 		if h.HighWatermarkHit() != tc.high || h.LowWatermarkHit() != tc.low || h.Fits(100) != tc.fits {
 			t.Errorf("%d bytes, %d samples: high %v, low %v, fits %v; want %v, %v, %v", tc.bytes, tc.samples, h.HighWatermarkHit(), h.LowWatermarkHit(), h.Fits(100), tc.high, tc.low, tc.fits)
+		}
+	}
+}
+
+func TestMarksPauseWithoutTheirCap(t *testing.T) {
+	t.Parallel()
+	caps, err := Caps{MaxSamples: 10, HighWatermarkBytes: 300, LowWatermarkBytes: 100}.Resolve()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		bytes     int64
+		high, low bool
+	}{{100, false, true}, {101, false, false}, {299, false, false}, {300, true, false}, {1 << 50, true, false}} {
+		h := Health{ResidentBytes: tc.bytes, ResidentSamples: 1, Caps: caps}
+		if h.HighWatermarkHit() != tc.high || h.LowWatermarkHit() != tc.low || !h.Fits(1<<50) {
+			t.Errorf("%d bytes: high %v, low %v, fits %v; want %v, %v, true", tc.bytes, h.HighWatermarkHit(), h.LowWatermarkHit(), h.Fits(1<<50), tc.high, tc.low)
 		}
 	}
 }

@@ -236,13 +236,13 @@ func (h Health) UsedSamples() int64 { return h.ResidentSamples + h.ReservedSampl
 // HighWatermarkHit reports whether either use is at or over its high mark: a producer pauses here.
 func (h Health) HighWatermarkHit() bool {
 	c := h.Caps
-	return c.MaxBytes > 0 && h.UsedBytes() >= c.HighWatermarkBytes || c.MaxSamples > 0 && h.UsedSamples() >= c.HighWatermarkSamples
+	return c.HighWatermarkBytes > 0 && h.UsedBytes() >= c.HighWatermarkBytes || c.HighWatermarkSamples > 0 && h.UsedSamples() >= c.HighWatermarkSamples
 }
 
 // LowWatermarkHit reports whether both uses are at or under their low marks: a paused producer goes on here.
 func (h Health) LowWatermarkHit() bool {
 	c := h.Caps
-	return (c.MaxBytes == 0 || h.UsedBytes() <= c.LowWatermarkBytes) && (c.MaxSamples == 0 || h.UsedSamples() <= c.LowWatermarkSamples)
+	return (c.HighWatermarkBytes == 0 || h.UsedBytes() <= c.LowWatermarkBytes) && (c.HighWatermarkSamples == 0 || h.UsedSamples() <= c.LowWatermarkSamples)
 }
 
 // Fits reports whether a sample of n bytes fits under the caps now.
@@ -251,7 +251,7 @@ func (h Health) Fits(n int64) bool {
 	return (c.MaxBytes == 0 || n <= c.MaxBytes-h.UsedBytes()) && (c.MaxSamples == 0 || h.UsedSamples() < c.MaxSamples)
 }
 
-// Caps bound what a store holds, and set the marks between which a gate paces its producers. Zero means unset.
+// Caps bound what a store holds, and set the marks between which a gate paces its producers. Zero means unset. Marks may be set where their cap is not.
 type Caps struct {
 	MaxBytes             int64 `json:"max_bytes"`   // hard cap in bytes
 	MaxSamples           int64 `json:"max_samples"` // hard cap in samples; at least one of the two caps must be set
@@ -261,7 +261,7 @@ type Caps struct {
 	LowWatermarkSamples  int64 `json:"low_watermark_samples"`
 }
 
-// Resolve checks the caps and fills in the marks that are unset: 75 % and 25 % of their cap.
+// Resolve checks the caps and fills in the marks that are unset: 75 % and 25 % of their cap. Without their cap they stay unset; the low one is then a third of the high one.
 func (c Caps) Resolve() (Caps, error) {
 	if c.MaxBytes == 0 && c.MaxSamples == 0 {
 		return c, &Error{Kind: Invalid, Op: "caps", Detail: "neither MaxBytes nor MaxSamples is set, want at least one", Hint: "a store without a cap fills its disk"}
@@ -279,14 +279,18 @@ func resolveMarks(unit string, limit int64, high, low *int64) error {
 	if limit < 0 || limit >= maxInteger {
 		return fail("Max", limit, "0 (unset) or more, and less than 2^53")
 	}
+	most := fmt.Sprintf("1 to Max%s (%d)", unit, limit)
 	if limit == 0 {
 		switch {
-		case *high != 0:
-			return fail("HighWatermark", *high, "0, since Max"+unit+" is not set")
-		case *low != 0:
-			return fail("LowWatermark", *low, "0, since Max"+unit+" is not set")
+		case *high == 0 && *low == 0:
+			return nil
+		case *high == 0:
+			return fail("LowWatermark", *low, "0, since neither HighWatermark"+unit+" nor Max"+unit+" is set")
 		}
-		return nil
+		limit, most = maxInteger-1, "1 or more, and less than 2^53"
+		if *low == 0 {
+			*low = *high / 3
+		}
 	}
 	if *high == 0 {
 		*high = max(limit-limit/4, 1)
@@ -296,7 +300,7 @@ func resolveMarks(unit string, limit int64, high, low *int64) error {
 	}
 	switch {
 	case *high < 1 || *high > limit:
-		return fail("HighWatermark", *high, fmt.Sprintf("1 to Max%s (%d)", unit, limit))
+		return fail("HighWatermark", *high, most)
 	case *low < 0 || *low >= *high:
 		return fail("LowWatermark", *low, fmt.Sprintf("0 or more and less than HighWatermark%s (%d)", unit, *high))
 	}

@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"log/slog"
 	"net"
@@ -255,6 +256,15 @@ func (c *Client) DeleteRun(ctx context.Context, runID string) error {
 		return nil // the answer to the first attempt was lost
 	}
 	return err
+}
+
+// Check holds a ref against a schema, as the queue of a run of that schema would: ErrSchema says in what they differ. The sample need not be there.
+func (c *Client) Check(ctx context.Context, ref sluice.Ref, schema *sluice.Schema) error {
+	doc, err := json.Marshal(schema)
+	if err != nil {
+		return &sluice.Error{Kind: sluice.Invalid, Op: "client: check", Subject: ref.SampleID(), Err: err}
+	}
+	return c.call(ctx, call{method: http.MethodPost, path: "/v1/check", in: wire.Judge{Ref: ref, Schema: doc}})
 }
 
 // Reshape changes the number of ranks of a run and of samples a rank and step. ErrConflict while a lease is out.

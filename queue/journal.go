@@ -173,7 +173,7 @@ func (q *Queue) compareWithStore(ctx context.Context, tx *txn) error {
 	}
 	for i := range samples {
 		info := &samples[i]
-		if info.Owner != q.owner || info.Ref.RunID() != q.runID {
+		if info.Owner != q.owner || info.Ref.RunID() != q.runID && !q.cfg.Mixed {
 			continue
 		}
 		switch s := q.find(info.Ref.SampleID(), info.Ref.Generation()); {

@@ -308,10 +308,13 @@ func (q *Queue) check(ref sluice.Ref) error {
 	switch {
 	case ref.IsZero():
 		return fail(sluice.Invalid, "the ref is empty")
-	case ref.RunID() != q.runID:
+	case ref.RunID() != q.runID && !q.cfg.Mixed:
 		return fail(sluice.Invalid, fmt.Sprintf("was made for run %q, this is the queue of %q", ref.RunID(), q.runID))
 	case ref.StoreURI() != q.uri:
 		return fail(sluice.Invalid, fmt.Sprintf("is in the store %q, this queue's store is %q", clean(ref.StoreURI(), 200), q.uri))
+	}
+	if q.cfg.Mixed {
+		return nil
 	}
 	if err := q.cfg.Schema.Validate(ref); err != nil {
 		return &sluice.Error{Kind: sluice.SchemaError, Op: "queue: put", Subject: ref.SampleID(), Err: err}

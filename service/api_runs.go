@@ -17,6 +17,15 @@ func (s *Service) runCalls(a *api) {
 			st := s.statusFor(ctx, c)
 			return &st, nil
 		})
+	handle(a, operation{method: http.MethodPost, path: "/v1/check", id: "check-ref", tag: "service", summary: "Hold a ref against a schema", roles: both, across: true, hot: true,
+		text: "`schema` says in what the ref is not what the schema promises. It is about no run, and the sample need not be there: a producer may ask before a put, a consumer of a mixed run before it trains."},
+		func(_ context.Context, _ *call, in *wire.Judge) (*nothing, error) {
+			schema, err := in.Against()
+			if err != nil {
+				return nil, err
+			}
+			return nil, schema.Validate(in.Ref)
+		})
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs", id: "create-run", tag: "runs", summary: "Create a run", roles: operators, across: true,
 		text: "Creating a run again with an equal spec is success; with another it is `conflict`, which names the field. The caps of all runs may add up to the service's at most: `full` says by how much they do not."},
 		func(ctx context.Context, c *call, in *wire.RunSpec) (*wire.Run, error) {

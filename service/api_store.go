@@ -148,13 +148,15 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 	if err != nil {
 		return err
 	}
-	in := dirstore.Incoming{SampleID: id, RunID: c.run.id}
+	var f wire.SampleFields
 	if h := c.r.Header.Get(wire.SampleHeader); h != "" {
-		var f wire.SampleFields
 		if err := decodeJSON([]byte(h), &f); err != nil {
 			return err
 		}
-		in = incoming(c.run, id, &f)
+	}
+	in, err := incoming(c.run, id, &f)
+	if err != nil {
+		return err
 	}
 	// Go shows the trailers' names before the body was read, and their values behind it.
 	if _, announced := c.r.Trailer[wire.ChecksumTrailer]; announced {
@@ -192,12 +194,20 @@ func (s *Service) upload(ctx context.Context, c *call) error {
 }
 
 // incoming is what a caller says of a file.
-func incoming(r *run, id string, f *wire.SampleFields) dirstore.Incoming {
+func incoming(r *run, id string, f *wire.SampleFields) (dirstore.Incoming, error) {
 	if f == nil {
 		f = &wire.SampleFields{}
 	}
-	return dirstore.Incoming{SampleID: id, RunID: r.id, Generation: f.Generation, Algorithm: sluice.Algorithm(f.Algorithm), SchemaVersion: f.SchemaVersion, NumTokens: f.NumTokens,
-		TargetModelVersion: f.TargetModelVersion, DraftWeightVersion: f.DraftWeightVersion, Attributes: f.Attributes, Features: f.Features}
+	runID := f.RunID
+	switch {
+	case r.spec.Mixed: // without one, the file's ref says it
+	case runID != "" && runID != r.id:
+		return dirstore.Incoming{}, &sluice.Error{Kind: sluice.Invalid, Op: "sample", Subject: id, Detail: fmt.Sprintf("run_id is %q, want %q: the run is not mixed", plain(runID), r.id)}
+	default:
+		runID = r.id
+	}
+	return dirstore.Incoming{SampleID: id, RunID: runID, Generation: f.Generation, Algorithm: sluice.Algorithm(f.Algorithm), SchemaVersion: f.SchemaVersion, NumTokens: f.NumTokens,
+		TargetModelVersion: f.TargetModelVersion, DraftWeightVersion: f.DraftWeightVersion, Attributes: f.Attributes, Features: f.Features}, nil
 }
 
 // body remembers why it could not be read.

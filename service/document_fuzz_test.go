@@ -98,7 +98,7 @@ func newMill(t testing.TB, b *bed, seed uint64) *mill {
 		"commit": `{"items":[{"ref":` + m.ref + `,"positions":[{"source":"s","epoch":0,"index":1}]}]}`, "report": `{"producer":{"name":"p"},"state":"running"}`, "acquire": `{"consumer":{"name":"c"},"wait_seconds":0}`,
 		"settle": `{"consumer":{"name":"c"},"settlements":[{"lease":"` + lease + `","verdict":"ack"}]}`, "renew": `{"consumer":{"name":"c"},"leases":["` + lease + `"]}`, "leave": `{"consumer":{"name":"c"}}`,
 		"stage": `{"file":"f","sample_id":"s","fields":{"algorithm":"mine","num_tokens":2}}`, "pin": `{"ref":` + m.ref + `}`, "release": `{"handles":["` + lease + `"]}`, "abort": `{"ref":` + m.ref + `}`,
-		"requeue-dead-letters": `{"all":true}`, "drop-dead-letters": `{"all":true}`,
+		"check-ref": `{"ref":` + m.ref + `,"algorithm":"eagle3"}`, "requeue-dead-letters": `{"all":true}`, "drop-dead-letters": `{"all":true}`,
 	}
 	for _, op := range m.ops {
 		if _, ok := m.valid[op.ID]; op.RequestBody != nil && op.RequestBody.Content["application/json"].Schema != nil && !ok {

@@ -44,10 +44,14 @@ func (r *run) sweepStaging(time.Time) {
 
 // adopt makes a sample of a staged file of the user's own.
 func (r *run) adopt(ctx context.Context, in *wire.Stage, uid int, room sluice.Reservation) (sluice.Ref, error) {
+	what, err := incoming(r, in.SampleID, in.Fields)
+	if err != nil {
+		return sluice.Ref{}, err
+	}
 	dir, err := os.OpenRoot(r.s.root.stagingDir(r.id))
 	if err != nil {
 		return sluice.Ref{}, &sluice.Error{Kind: kindOfOS(err), Op: "stage", Subject: r.id, Detail: "the staging directory can't be opened", Err: err}
 	}
 	defer func() { _ = dir.Close() }()
-	return r.store.Adopt(ctx, dir, in.File, uid, incoming(r, in.SampleID, in.Fields), room)
+	return r.store.Adopt(ctx, dir, in.File, uid, what, room)
 }

@@ -172,6 +172,7 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
 	f.StringVar(&specFile, "spec", "", "`file` with everything, JSON as POST /v1/runs takes it; other flags change it")
 	f.StringVar(&spec.Algorithm, "algorithm", "", "eagle3, dflash or dspark")
 	f.StringVar(&schemaFile, "schema", "", "`file` with a schema document of your own instead")
+	f.BoolVar(&spec.Mixed, "mixed", false, "take samples of any schema, and of any run id, instead")
 	f.Var(&maxBytes, "max-bytes", "hard cap, a `size` such as 4GiB")
 	f.Int64Var(&spec.Caps.MaxSamples, "max-samples", 0, "hard cap in samples")
 	f.Var(&high, "high-mark", "`size` at which producers pause (default 75 % of the cap)")
@@ -241,6 +242,9 @@ func showRun(w io.Writer, r *wire.Run, asJSON bool) error {
 	}
 	s := &r.Spec
 	what := "a schema of its own"
+	if s.Mixed {
+		what = "mixed: samples of any schema"
+	}
 	var schema struct {
 		Name    string `json:"name"`
 		Version int    `json:"version"`

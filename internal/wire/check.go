@@ -175,6 +175,14 @@ func (b *Pin) Check() error {
 }
 
 // Check refuses what the fields may not hold.
+func (j *Judge) Check() error {
+	if j.Ref.IsZero() {
+		return bad("ref", "is missing")
+	}
+	return nil
+}
+
+// Check refuses what the fields may not hold.
 func (b *Release) Check() error { return checkCount("handles", len(b.Handles)) }
 
 // Check refuses what the fields may not hold.

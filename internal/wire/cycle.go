@@ -47,6 +47,7 @@ type Unreserve struct {
 
 // SampleFields are what a ref says that a safetensors file does not, for [SampleHeader]. A file that carries its ref under "sluice.ref" in its metadata needs none.
 type SampleFields struct {
+	RunID              string            `json:"run_id,omitempty" doc:"In a mixed run, where the file does not carry its ref: the run that the ref names. Otherwise it is the run's own."`
 	Generation         string            `json:"generation,omitempty" doc:"Fresh id of this put; the service makes one. Give it, and the upload may be repeated."`
 	Algorithm          string            `json:"algorithm"`
 	SchemaVersion      int64             `json:"schema_version,omitempty" doc:"1 if left out."`

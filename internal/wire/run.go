@@ -2,6 +2,7 @@ package wire
 
 import (
 	"encoding/json"
+	"errors"
 	"time"
 
 	"github.com/sluice-ml/sluice"
@@ -11,8 +12,9 @@ import (
 type RunSpec struct {
 	RunID string `json:"run_id" doc:"Name of the run, unique in the service." maxLength:"200" example:"r1"`
 
-	Algorithm string          `json:"algorithm,omitempty" doc:"One of the built-in schemas: eagle3, dflash, dspark. Give this or schema." example:"eagle3"`
-	Schema    json.RawMessage `json:"schema,omitempty" doc:"A schema document of your own. Give this or algorithm."`
+	Algorithm string          `json:"algorithm,omitempty" doc:"One of the built-in schemas: eagle3, dflash, dspark. Give this, schema or mixed." example:"eagle3"`
+	Schema    json.RawMessage `json:"schema,omitempty" doc:"A schema document of your own. Give this, algorithm or mixed."`
+	Mixed     bool            `json:"mixed,omitempty" doc:"The run takes refs of any run_id, algorithm, schema_version and features, and checks them against no schema."`
 
 	Caps Caps `json:"caps" doc:"Hard caps and marks; at least one cap is needed."`
 
@@ -52,7 +54,7 @@ type Windows struct {
 // Config is the run as the domain has it, not yet resolved.
 func (s *RunSpec) Config() (sluice.RunConfig, error) {
 	c := sluice.RunConfig{
-		RunID: s.RunID, Caps: sluice.Caps(s.Caps), VisibilityTimeout: s.VisibilityTimeoutSeconds.Duration(), MaxFails: s.MaxFails, MaxExpiries: s.MaxExpiries,
+		RunID: s.RunID, Mixed: s.Mixed, Caps: sluice.Caps(s.Caps), VisibilityTimeout: s.VisibilityTimeoutSeconds.Duration(), MaxFails: s.MaxFails, MaxExpiries: s.MaxExpiries,
 		Producers: s.Producers, ProducerTimeout: s.ProducerTimeoutSeconds.Duration(), LargestSample: s.LargestSample, StepsPerCheckpoint: s.StepsPerCheckpoint,
 		SamplesPerStep: s.SamplesPerStep, TargetVersions: s.TargetVersions, MinDraftVersion: s.MinDraftVersion,
 	}
@@ -60,31 +62,36 @@ func (s *RunSpec) Config() (sluice.RunConfig, error) {
 		w := sluice.Windows(*s.Windows)
 		c.Windows = &w
 	}
-	switch {
-	case s.Algorithm != "" && len(s.Schema) != 0:
-		return c, &sluice.Error{Kind: sluice.Invalid, Op: "run", Subject: s.RunID, Detail: "has both algorithm and schema, want one of them"}
-	case s.Algorithm != "":
-		schema, err := sluice.SchemaOf(sluice.Algorithm(s.Algorithm))
-		if err != nil {
-			return c, err
+	if s.Mixed {
+		if s.Algorithm != "" || len(s.Schema) != 0 {
+			return c, &sluice.Error{Kind: sluice.Invalid, Op: "run", Subject: s.RunID, Detail: "is mixed and has algorithm or schema too, want one of them"}
 		}
-		c.Schema = schema
-	case len(s.Schema) != 0:
-		schema, err := sluice.ParseSchema(s.Schema)
-		if err != nil {
-			return c, err
-		}
-		c.Schema = schema
-	default:
-		return c, &sluice.Error{Kind: sluice.Invalid, Op: "run", Subject: s.RunID, Detail: "has neither algorithm nor schema, want one of them"}
+		return c, nil
 	}
-	return c, nil
+	var err error
+	if c.Schema, err = schemaOf(s.Algorithm, s.Schema); err != nil && sluice.KindOf(err) == "" {
+		err = &sluice.Error{Kind: sluice.Invalid, Op: "run", Subject: s.RunID, Err: err}
+	}
+	return c, err
+}
+
+// schemaOf is the schema that one of two fields gives.
+func schemaOf(algorithm string, document json.RawMessage) (*sluice.Schema, error) {
+	switch {
+	case algorithm != "" && len(document) != 0:
+		return nil, errors.New("has both algorithm and schema, want one of them")
+	case algorithm != "":
+		return sluice.SchemaOf(sluice.Algorithm(algorithm))
+	case len(document) != 0:
+		return sluice.ParseSchema(document)
+	}
+	return nil, errors.New("has neither algorithm nor schema, want one of them")
 }
 
 // SpecOf is a run on the wire. Its schema is given as a document, whatever it came from.
 func SpecOf(c *sluice.RunConfig) (RunSpec, error) {
 	s := RunSpec{
-		RunID: c.RunID, Caps: Caps(c.Caps), VisibilityTimeoutSeconds: SecondsOf(c.VisibilityTimeout), MaxFails: c.MaxFails, MaxExpiries: c.MaxExpiries,
+		RunID: c.RunID, Mixed: c.Mixed, Caps: Caps(c.Caps), VisibilityTimeoutSeconds: SecondsOf(c.VisibilityTimeout), MaxFails: c.MaxFails, MaxExpiries: c.MaxExpiries,
 		Producers: c.Producers, ProducerTimeoutSeconds: SecondsOf(c.ProducerTimeout), LargestSample: c.LargestSample, StepsPerCheckpoint: c.StepsPerCheckpoint,
 		SamplesPerStep: c.SamplesPerStep, TargetVersions: c.TargetVersions, MinDraftVersion: c.MinDraftVersion,
 	}
@@ -118,6 +125,22 @@ type StoreInfo struct {
 	IDFile      string `json:"id_file" doc:"File that holds id: a client that reads the same there sees the same files, and may map them."`
 	ID          string `json:"id" doc:"32 hexadecimal digits, made with the store."`
 	Checksummed bool   `json:"checksummed" doc:"Whether a staged file is to carry a crc32c a feature: on disks, not in memory."`
+}
+
+// Judge is the body of POST /v1/check: whether a ref is what a schema promises, asked by who need not know how that is decided.
+type Judge struct {
+	Ref       sluice.Ref      `json:"ref"`
+	Algorithm string          `json:"algorithm,omitempty" doc:"One of the built-in schemas. Give this or schema." example:"eagle3"`
+	Schema    json.RawMessage `json:"schema,omitempty" doc:"A schema document. Give this or algorithm."`
+}
+
+// Against is the schema that the ref is held against. It is ErrInvalid if there is none, so that ErrSchema is the ref's fault alone.
+func (j *Judge) Against() (*sluice.Schema, error) {
+	schema, err := schemaOf(j.Algorithm, j.Schema)
+	if err != nil {
+		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "check", Err: err}
+	}
+	return schema, nil
 }
 
 // RunList answers GET /v1/runs.

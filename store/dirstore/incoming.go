@@ -4,11 +4,11 @@ import "github.com/sluice-ml/sluice"
 
 // Incoming is what the sender of a safetensors file says of the sample beside the file, for [Store.Receive] and [Store.Adopt].
 //
-// A file may carry its ref in its metadata, under "sluice.ref". Then SampleID and RunID must be the ref's, the ref must be of this store, and of the other fields those that are
+// A file may carry its ref in its metadata, under "sluice.ref". Then SampleID, and RunID if it is set, must be the ref's, the ref must be of this store, and of the other fields those that are
 // set must agree with it. Otherwise the ref is made of these fields.
 type Incoming struct {
 	SampleID string
-	RunID    string
+	RunID    string // empty: that of the ref in the file, which there must be one of
 
 	// Generation is the fresh id of this put. A call that is repeated with it finds what the first one has stored. Receive and Adopt make one if neither this nor the file has it.
 	Generation         string

@@ -157,6 +157,9 @@ func (s *Store) describe(op string, h *safetensors.Header, in Incoming) (sluice.
 			return sluice.Ref{}, nil, err
 		}
 	} else {
+		if in.RunID == "" {
+			return sluice.Ref{}, nil, invalid("run_id is missing: neither the call nor the file has it")
+		}
 		fields, err := in.fields(h, s.uri)
 		if err != nil {
 			return sluice.Ref{}, nil, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: " + op, Subject: in.SampleID, Err: err}
@@ -227,7 +230,7 @@ func (in *Incoming) agree(op string, ref sluice.Ref, uri string) error {
 		unset      bool
 	}{
 		{"sample_id", f.SampleID, in.SampleID, false},
-		{"run_id", f.RunID, in.RunID, false},
+		{"run_id", f.RunID, in.RunID, in.RunID == ""},
 		{"store_uri", f.StoreURI, uri, false},
 		{"generation", f.Generation, in.Generation, in.Generation == ""},
 		{"algorithm", string(f.Algorithm), string(in.Algorithm), in.Algorithm == ""},
