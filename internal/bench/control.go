@@ -53,6 +53,7 @@ func (b *bench) controlJobs(places []*place) []job {
 // plant is a service behind its door, with what its callers need.
 type plant struct {
 	url, token string
+	quick      bool // answers are read as package client reads them; the floor has encoding/json alone
 	http       *http.Client
 	run        *client.Run
 	stored     []sluice.Ref // not committed yet
@@ -112,7 +113,7 @@ func newPlant(ctx context.Context, samples, journals string, durability dirstore
 	}
 	i := slices.IndexFunc(tokens, func(t wire.Token) bool { return t.Role == string(access.Operator) })
 	p.url, p.token = door.Endpoint().URL, tokens[i].Value
-	p.http = newHTTPClient()
+	p.http, p.quick = newHTTPClient(), true
 	undo = append(undo, func() error { p.http.CloseIdleConnections(); return nil })
 	c, err := client.Dial(ctx, client.Options{URL: p.url, Token: p.token, Logger: quiet})
 	if err != nil {
@@ -206,7 +207,7 @@ func (p *plant) post(ctx context.Context, call string, in, out any) error {
 	if resp.StatusCode/100 != 2 {
 		return fmt.Errorf("%s was answered %s: %s", call, resp.Status, answer)
 	}
-	if out == nil {
+	if out == nil || p.quick && wire.Read(answer, out) {
 		return nil
 	}
 	return json.Unmarshal(answer, out)

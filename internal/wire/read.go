@@ -269,7 +269,7 @@ func (r *reader) text() ([]byte, bool) {
 	return nil, false
 }
 
-// digits passes over a number in plain digits, with a fraction if that may be.
+// digits passes over a number: its sign and digits, and what makes it a fraction if that may be.
 func (r *reader) digits(fraction bool) (text []byte, ok bool) {
 	r.peek()
 	from := r.at
@@ -280,21 +280,30 @@ func (r *reader) digits(fraction bool) (text []byte, ok bool) {
 		}
 		return r.at - begun
 	}
-	if r.at < len(r.data) && r.data[r.at] == '-' {
+	one := func(of string) bool {
+		if r.at == len(r.data) || strings.IndexByte(of, r.data[r.at]) < 0 {
+			return false
+		}
 		r.at++
+		return true
 	}
+	one("-")
 	first := r.at
 	n := run()
 	if n == 0 || n > 18 || n > 1 && r.data[first] == '0' {
 		return nil, false
 	}
-	if fraction && r.at < len(r.data) && r.data[r.at] == '.' {
-		r.at++
-		if run() == 0 {
+	if fraction {
+		if one(".") && run() == 0 {
 			return nil, false
 		}
+		if one("eE") {
+			if one("+-"); run() == 0 {
+				return nil, false
+			}
+		}
 	}
-	return r.data[from:r.at], true // a number that goes on ends where a comma or the end of an object is wanted
+	return r.data[from:r.at], true // where it goes on, a comma or the end of an object or list is wanted
 }
 
 func (r *reader) integer(v reflect.Value) bool {

@@ -42,7 +42,7 @@ func samples(t testing.TB) []any {
 		&Commit{Producer: who, Items: []CommitItem{{Ref: &ref, Positions: []sluice.Position{{Source: "s", Epoch: 1, Index: 2}}}, {Ref: &ref}}},
 		&Commits{Results: []CommitResult{{Status: sluice.Enqueued}, {Ref: &ref}, {Error: &Problem{Title: "t", Status: 404, Code: "c"}}}, Paused: true},
 		&Acquire{Consumer: consumer, Max: 3, WaitSeconds: 10, Ahead: true, RequestID: "q"},
-		&Delivery{Leases: []Lease{{ID: lease, Ref: ref, TimeLeftSeconds: 29.99, Redelivery: 1, Window: &sluice.WindowSlot{Number: 1, Pad: true}}}, WaitedSeconds: 0.001},
+		&Delivery{Leases: []Lease{{ID: lease, Ref: ref, TimeLeftSeconds: 29.99, Redelivery: 1, Window: &sluice.WindowSlot{Number: 1, Pad: true}}}, WaitedSeconds: 5.6e-9},
 		&Delivery{Leases: []Lease{}, End: true, Cause: &Problem{Title: "t"}},
 		&Settle{Consumer: consumer, Settlements: []Settlement{{Lease: lease, Verdict: sluice.Ack}, {Lease: lease, Verdict: sluice.Fail, Reason: "why"}}, RequestID: "z"},
 		&Settled{Results: []SettleResult{{Lease: lease, Status: sluice.Settled, As: sluice.Ack}, {Lease: lease, Dead: true}}},
@@ -79,7 +79,7 @@ func TestWhatNeedsAnotherLookIsLeftToEncodingJSON(t *testing.T) {
 		``: new(Reserve), ` `: new(Reserve), `null`: new(Reserve), `[]`: new(Reserve), `{`: new(Reserve), `{}x`: new(Reserve), `{},`: new(Reserve), "{}\x00": new(Reserve),
 		`{"bytes":[1],"bytes":[2]}`: new(Reserve), `{"Bytes":[1]}`: new(Reserve), `{"bytes":[1],"x":1}`: new(Reserve), `{"bytes":null}`: new(Reserve), `{"bytes":[01]}`: new(Reserve),
 		`{"bytes":[1.0]}`: new(Reserve), `{"bytes":[1e3]}`: new(Reserve), `{"bytes":[9999999999999999999]}`: new(Reserve), `{"bytes":["1"]}`: new(Reserve), `{"bytes":[1,]}`: new(Reserve), `{"bytes":[1}`: new(Reserve),
-		`{"bytes":[-]}`: new(Reserve), `{"bytes":[1] "ungated":true}`: new(Reserve), `{"bytes":[1],}`: new(Reserve), `{"wait_seconds":1.}`: new(Reserve), `{"wait_seconds":.5}`: new(Reserve), `{"wait_seconds":1e1}`: new(Reserve),
+		`{"bytes":[-]}`: new(Reserve), `{"bytes":[1] "ungated":true}`: new(Reserve), `{"bytes":[1],}`: new(Reserve), `{"wait_seconds":1.}`: new(Reserve), `{"wait_seconds":.5}`: new(Reserve), `{"wait_seconds":1e}`: new(Reserve), `{"wait_seconds":1e400}`: new(Reserve), `{"wait_seconds":+1}`: new(Reserve),
 		`{"request_id":"\u0061"}`: new(Reserve), "{\"request_id\":\"\xff\"}": new(Reserve), "{\"request_id\":\"\x01\"}": new(Reserve), `{"request_id":"a`: new(Reserve), `{"ungated":truer}`: new(Reserve), `{"ungated":1}`: new(Reserve),
 		`{"producer":{"name":"p","name":"q"}}`: new(Reserve), `{"producer":[]}`: new(Reserve),
 		`{"consumer":{"name":"c"},"settlements":[{"lease":"00","verdict":"ack"}]}`: new(Settle), `{"consumer":{"name":"c","Rank":1}}`: new(Settle),
@@ -104,7 +104,7 @@ func FuzzRead(f *testing.F) {
 		}
 		f.Add(text)
 	}
-	for _, text := range []string{`{}`, ` { "bytes" : [ 1 , 2 ] , "wait_seconds" : 0.5 } `, `{"bytes":[]}`, `{"bytes":[-0]}`, `{"items":[{}]}`, `{"consumer":{"name":""}}`, `{"leases":[]}`, `{"wait_seconds":-1.50}`} {
+	for _, text := range []string{`{}`, ` { "bytes" : [ 1 , 2 ] , "wait_seconds" : 0.5 } `, `{"bytes":[]}`, `{"bytes":[-0]}`, `{"items":[{}]}`, `{"consumer":{"name":""}}`, `{"leases":[]}`, `{"wait_seconds":-1.50E+01}`, `{"wait_seconds":-0e-7}`} {
 		f.Add([]byte(text))
 	}
 	f.Fuzz(func(t *testing.T, text []byte) {
