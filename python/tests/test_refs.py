@@ -109,9 +109,9 @@ def test_specs_differ_by_shape_and_by_dtype() -> None:
     ("shape", "message"),
     [
         ((True, 2), r"shape\[0\] is True, want an integer"),
-        ((np.bool_(True),), r"shape\[0\] is True"),
+        ((np.bool_(True),), r"shape\[0\] is .*True"),
         ((1, 2.0), r"shape\[1\] is 2.0, want an integer"),
-        ((np.float64(2),), r"shape\[0\] is 2.0"),
+        ((np.float64(2),), r"shape\[0\] is .*2\.0"),
         (("2",), r"shape\[0\] is '2'"),
         ((None,), r"shape\[0\] is None"),
         ((2, -4), r"shape\[1\] is -4, want 0 or more"),

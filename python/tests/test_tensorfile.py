@@ -551,6 +551,7 @@ def test_stock_headers_in_other_spellings_are_read() -> None:
         (file_of('{"__metadata__":{"a":"","a":""}}'), "has the key 'a' twice"),
         (file_of('{"__metadata__":{"a":1}}'), "wants a string"),
         (file_of('{"__metadata__":null}'), "wants an object of strings"),
+        (file_of(ONE.replace('"x"', '"__metadata__"'), 2), "__metadata__: wants a string"),
         (file_of('{"\\ud800":{}}'), "half of a surrogate pair"),
         (file_of('{"\\q":{}}'), "has a bad string"),
         (file_of('{"a\nb":{}}'), "has a bad string"),
@@ -610,6 +611,16 @@ def test_a_header_alone_is_enough_with_the_size_of_the_file() -> None:
         parse_header(data[:start], len(data) - 1)
     with pytest.raises(CorruptError, match="want at least the 8"):
         parse_header(data, 3)
+
+
+def test_a_header_that_was_read_before_is_not_read_again() -> None:
+    data = joined({"x": np.arange(4)})
+    header = parse_header(data)
+    data[8 : header.data_start] = b" " * (header.data_start - 8)
+    assert decode(data, ["x"], "numpy", header=header)["x"].tolist() == [0, 1, 2, 3]
+    for other in (data[:-1], data + b"x"):
+        with pytest.raises(InvalidError, match="the header is of a file of"):
+            decode(other, ["x"], "numpy", header=header)
 
 
 def test_names_of_strangers_are_not_echoed_raw() -> None:

@@ -469,6 +469,7 @@ _GUARD_DEPTH = 32
 _GUARD_NUMBERS = 16
 _GUARD_BYTES = 4 << 10
 _GUARD_PLAIN = (type(None), bool, int, float)
+_GUARD_BUILTIN = (str, bytes, list, tuple, dict)  # no tensors themselves, which need not be asked
 
 
 def assert_no_tensors(obj: Any, path: str = "ref") -> None:
@@ -493,7 +494,7 @@ def _walk(obj: Any, path: str, depth: int, above: set[int]) -> None:
         fail(f"nested more than {_GUARD_DEPTH} deep")
     if kind in _GUARD_PLAIN or kind in (SampleRef, FeatureSpec):  # those two were checked when they were made
         return
-    if _quacks(obj):
+    if kind not in _GUARD_BUILTIN and _quacks(obj):
         fail(f"a tensor ({kind.__module__}.{kind.__qualname__}); the control plane carries refs only")
     if dtypes.is_torch_dtype(obj):
         return
