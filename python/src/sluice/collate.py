@@ -177,7 +177,7 @@ class Batch(Mapping[str, Tensor]):
     @property
     def nbytes(self) -> int:
         """The size of all tensors in bytes."""
-        return sum(_nbytes(t) for t in self.tensors.values())
+        return sum(nbytes_of(t) for t in self.tensors.values())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch with its tensors on a device, by `Tensor.to`; those of numpy become torch's. Raises UnsupportedError where torch
@@ -844,7 +844,8 @@ def _zeros(like: Tensor, shape: Sequence[int]) -> Any:
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-def _nbytes(t: Tensor) -> int:
+def nbytes_of(t: Tensor) -> int:
+    """Return the size of a tensor in bytes."""
     return t.nbytes if isinstance(t, np.ndarray) else t.numel() * t.element_size()
 
 

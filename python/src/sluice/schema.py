@@ -293,8 +293,8 @@ class _Object:
         return [_Object(v, f"{self.at + '.' if self.at else ''}{field}[{i}]", self.subject) for i, v in enumerate(value)]
 
     def end(self) -> None:
-        for field in self.left:
-            raise self.bad(str(field)[:60], "is no field of a schema")
+        for name in self.left:
+            raise self.bad(str(name)[:60], "is no field of a schema")
 
 
 def _parse(document: Mapping[str, Any]) -> Schema:
