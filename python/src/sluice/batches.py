@@ -34,8 +34,7 @@ class Eagle3TargetBatch:
         last_hidden_states: [B,S,H], from which the trainer computes logits by the frozen head. The reference has not this one.
     position_ids: [B,S], seq_lens: [B,docs], doc_remaining: [B,S]: where rows are packed; all three or none. Never shifted.
     shifted: whether input_ids, loss_mask and the supervision are shifted left by one against aux_hidden_states, as a trainer takes them and
-    as upstream's
-        targets return them; False where row t of every tensor belongs to position t.
+        as upstream's targets return them; False where row t of every tensor belongs to position t.
     last_norm: the norm state of last_hidden_states, "pre" or "post"; None where it does not say, or has none.
 
     Raises InvalidError (a ValueError) where the supervision is not exactly one, or packing is there in part.
