@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,9 +87,11 @@ def test_a_collated_batch_comes_and_goes_without_a_copy(supervision: tuple[str, 
     assert list(again) == list(collated) and all(again[name] is collated[name] for name in collated)
     assert (again.num_tokens, again.supervised_tokens, again.shifted) == (collated.num_tokens, collated.supervised_tokens, True)
     # What is not shifted counts the same.
-    stored = Eagle3TargetBatch.from_tensors(features, shifted=False, last_norm="post")
-    assert stored.attributes() == {"shift": "0", "last_norm": "post"}
+    stored = Eagle3TargetBatch.from_sample(ref, features)
+    assert stored.attributes() == {"shift": "0", **({"last_norm": "post"} if batch.last_norm else {})}
     assert stored.to_batch().supervised_tokens == collated.supervised_tokens and not stored.to_batch().shifted
+    with pytest.raises(InvalidError, match="shift"):
+        Eagle3TargetBatch.from_sample(replace(ref, attributes={}), features)
 
 
 def test_the_tensors_of_another_class_with_these_fields_are_had_in_the_samples_order() -> None:

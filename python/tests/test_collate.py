@@ -296,7 +296,8 @@ def states(last_norm: str, *x: float, id: str = "s", dtype: Any = np.float32) ->
 def test_states_of_another_norm_than_the_schemas_are_refused() -> None:
     with pytest.raises(SchemaError) as e:
         collate(EAGLE3, [states("post", 1, 2, id="a"), states("pre", 1, 2, id="b")])
-    assert all(part in str(e.value) for part in ('"b"', "last_norm", "pre", "post", "last_hidden_states", "FinalNorm"))
+    assert e.value.subject == "b" and vars(e.value)["index"] == 1
+    assert all(part in e.value.detail for part in ("last_norm", "pre", "post", "last_hidden_states", "FinalNorm"))
     with pytest.raises(SchemaError, match="2 weights"):
         collate(EAGLE3, [states("pre", 1, 2)], final_norm=FinalNorm(np.ones(2, np.float32), 1e-6))
     residual = copy.deepcopy(EAGLE3)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .collate import Batch
 from .errors import InvalidError, UnsupportedError
 from .tensorfile import Tensor
+
+if TYPE_CHECKING:
+    from .refs import SampleRef
 
 _REQUIRED = ("aux_hidden_states", "input_ids", "attention_mask", "loss_mask")
 _SUPERVISION = (("last_hidden_states",), ("logits",), ("target_probs", "position_mask"))
@@ -65,6 +68,15 @@ class Eagle3TargetBatch:
         for a name that it has no field for, or one that is missing."""
         check_names(tensors)
         return cls(**cast("dict[str, Any]", dict(tensors)), shifted=shifted, last_norm=last_norm)
+
+    @classmethod
+    def from_sample(cls, ref: SampleRef, tensors: Mapping[str, Tensor]) -> Eagle3TargetBatch:
+        """Make one of a sample, as it is stored, without a copy. Raises InvalidError also where the ref does not say how it is aligned."""
+        shift = ref.attributes.get("shift")
+        if shift not in ("0", "1"):
+            raise InvalidError(f'has the attribute "shift" {shift!r:.40}, want "0" or "1"', op="batch", subject=ref.sample_id)
+        norm = ref.attributes.get("last_norm") if "last_hidden_states" in tensors else None
+        return cls.from_tensors(tensors, shifted=shift == "1", last_norm=norm)
 
     @classmethod
     def from_batch(cls, batch: Batch) -> Eagle3TargetBatch:
