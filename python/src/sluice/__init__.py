@@ -34,13 +34,14 @@ from .errors import (
 from .producer import Producer
 from .queue import Consumer, DeadLetter, Delivery, Lease, Position, Reservation, RunQueue, Settlement, SettleResult, VisibilityTimeout, WindowSlot
 from .refs import FeatureAlgorithm, FeatureSpec, SampleRef, assert_no_tensors
+from .service import LocalClient, local
 from .store import FeatureStore, RunStore, StoreHandle, StoreHealth
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AbortedError", "Client", "ClosedError", "ConflictError", "Consumer", "CorruptError", "DeadLetter", "Delivery", "DeniedError", "DuplicateError", "FeatureAlgorithm", "FeatureSpec",
-    "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Producer", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError", "SettleResult",
-    "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError", "WedgedError",
-    "WindowSlot", "assert_no_tensors", "connect", "consumer_name",
+    "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Producer", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError",
+    "SettleResult", "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError", "WedgedError",
+    "WindowSlot", "assert_no_tensors", "connect", "consumer_name", "local", "LocalClient",
 ]

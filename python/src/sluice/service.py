@@ -25,7 +25,7 @@ from typing import Any
 
 from . import binary
 from .client import Client
-from .errors import DeniedError, InvalidError, UnavailableError
+from .errors import CorruptError, DeniedError, InvalidError, UnavailableError
 from .transport import new_id
 
 log = logging.getLogger("sluice")
@@ -218,15 +218,14 @@ def _is_own(folder: str | Path) -> bool:
 def _make_own(folder: Path) -> None:
     try:
         above = os.stat(folder.parent)
-        if above.st_uid not in (0, os.geteuid()) or above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
-            detail = f"may be changed by others: its mode is {stat.filemode(above.st_mode)}, its owner {above.st_uid}"
-            raise DeniedError(detail, op="service", subject=str(folder.parent), hint="set TMPDIR, or XDG_RUNTIME_DIR, to a directory of your own")
-        try:
-            os.mkdir(folder, 0o700)
-        except FileExistsError:
-            pass
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
     except OSError as e:
         raise UnavailableError(f"can't be made: {e.strerror}", op="service", subject=str(folder)) from e
+    if above.st_uid not in (0, os.geteuid()) or above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX:
+        detail = f"may be changed by others: its mode is {stat.filemode(above.st_mode)}, its owner {above.st_uid}"
+        raise DeniedError(detail, op="service", subject=str(folder.parent), hint="set TMPDIR, or XDG_RUNTIME_DIR, to a directory of your own")
     if not _is_own(folder):
         info = os.lstat(folder)
         detail = f"is {stat.filemode(info.st_mode)} of user {info.st_uid}, want a directory of this user, {os.geteuid()}, that nobody else can enter"
@@ -241,8 +240,8 @@ def _start_or_join(folder: Path, flags: list[str], timeout: float) -> tuple[Endp
     try:
         while True:
             hold = _hold(folder / "sluice.sock")
-            if hold is not None:
-                pid = _check(folder, hold)
+            pid = None if hold is None else _check(folder, hold)
+            if hold is not None and pid is not None:
                 ours = process if process is not None and process.pid == pid else None
                 if process is not None and ours is None:
                     process.forget()  # it will find that another one was faster
@@ -316,18 +315,22 @@ def _hold(path: Path) -> _Hold | None:
             hold.close()
 
 
-def _check(folder: Path, hold: _Hold) -> int:
-    """The pid of the service that runs there, if this package can work with it."""
+def _check(folder: Path, hold: _Hold) -> int | None:
+    """The pid of the service that runs there, if this package can work with it. None if it was told to end, which takes away its word first."""
     try:
         endpoint = json.loads((folder / "endpoint.json").read_bytes())
         pid, api = int(endpoint["pid"]), int(endpoint.get("api", 0))
         if api < binary.LEAST_API:
             raise binary.too_old(str(endpoint.get("version", "")), api, f"the service of process {pid}")
         return pid
-    except BaseException as e:
+    except FileNotFoundError:
         hold.close()
-        if isinstance(e, (OSError, ValueError, TypeError, KeyError)):
-            raise UnavailableError(f"the service there has left no word of itself: {e}", op="service", subject=str(folder / "endpoint.json")) from e
+        return None
+    except (ValueError, TypeError, KeyError) as e:
+        hold.close()
+        raise CorruptError(f"can't be read: {e}", op="service", subject=str(folder / "endpoint.json")) from e
+    except BaseException:
+        hold.close()
         raise
 
 
