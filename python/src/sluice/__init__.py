@@ -42,6 +42,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AbortedError", "Client", "ClosedError", "ConflictError", "Consumer", "CorruptError", "DeadLetter", "Delivery", "DeniedError", "DuplicateError", "FeatureAlgorithm", "FeatureSpec",
     "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Producer", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError",
-    "SettleResult", "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError", "WedgedError",
-    "WindowSlot", "assert_no_tensors", "connect", "consumer_name", "local", "LocalClient",
+    "SettleResult", "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError",
+    "WedgedError", "WindowSlot", "assert_no_tensors", "connect", "consumer_name", "local", "LocalClient",
 ]
