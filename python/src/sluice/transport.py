@@ -38,6 +38,7 @@ _SILENCE_SECONDS = 30.0  # of the session's connection; the service sends a sign
 _GIVE_BACK_SECONDS = 5.0
 _MAX_ANSWER = 256 << 20
 _MAX_IDLE = 64
+_AWAY = (429, 502, 503, 504)  # statuses of one that can't answer now
 _PIECE = 4 << 20  # bytes a sendall: its timeout counts for the whole of them
 
 T = TypeVar("T")
@@ -231,14 +232,14 @@ class Transport:
             return read_json(response)
 
     def exists(self, path: str) -> bool:
-        """Whether a HEAD finds something."""
+        """Whether a HEAD finds something, also something that the service can't hand out, such as a corrupt file."""
 
         def once() -> bool:
             with self.exchange("HEAD", path, new_id(), {}, None, timeout=ANSWER_SECONDS) as response:
                 response.read()
-                if response.status in (200, 404):
-                    return response.status == 200
-                raise Lost(_no_service(response, "no problem document"))
+                if response.status in _AWAY:
+                    raise Lost(_no_service(response, "no problem document"))
+                return response.status != 404
 
         return self.repeat(once)
 
@@ -464,7 +465,7 @@ def refuse(response: http.client.HTTPResponse, data: bytes, kind: str) -> None:
                 raise Lost(error)
             raise error
     error = _no_service(response, "no problem document")
-    if response.status in (429, 502, 503, 504):
+    if response.status in _AWAY:
         raise Lost(error)
     raise error
 
