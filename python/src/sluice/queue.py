@@ -245,26 +245,31 @@ class RunQueue:
 
     # -- consumers -----------------------------------------------------------------------------------------------------
 
-    def acquire(self, consumer: Consumer, *, max: int = 1, timeout: float = 0.0, ahead: bool = False, cancel: Cancel | None = None) -> Delivery:
+    def acquire(
+        self, consumer: Consumer, *, max: int = 1, timeout: float = 0.0, ahead: bool = False, cancel: Cancel | None = None, patience: float | None = None, request_id: str = "",
+    ) -> Delivery:
         """Lease up to ``max`` samples, waiting up to ``timeout`` seconds for the first. ``ahead`` says that they are not needed yet, so that the run does not count as starving.
 
-        Raises StaleError when a newer incarnation has taken over, and UnavailableError.
+        A caller who gives a ``request_id`` asks again under it when his call was cancelled, and gets the leases of an answer that was lost; his call waits for SLICE_SECONDS at most.
+
+        Raises StaleError when a newer incarnation has taken over, WedgedError when nothing can move, and UnavailableError.
         """
         until = time.monotonic() + timeout
         while True:
             wait = _slice(until, SLICE_SECONDS)
-            body: dict[str, Any] = {"consumer": consumer.wire(), "max": min(max, MAX_BATCH), "wait_seconds": wait, "request_id": new_id()}
+            body: dict[str, Any] = {"consumer": consumer.wire(), "max": min(max, MAX_BATCH), "wait_seconds": wait, "request_id": request_id or new_id()}
             if ahead:
                 body["ahead"] = True
             sent = time.monotonic()
             try:
-                answer = self._t.call("POST", f"{self._run}/acquire", body, wait=wait, cancel=cancel)
+                answer = self._t.call("POST", f"{self._run}/acquire", body, wait=wait, cancel=cancel, patience=patience)
             except (Cancelled, KeyboardInterrupt):
-                self._hand_back(consumer, body)
+                if not request_id:
+                    self._hand_back(consumer, body)
                 raise
             # Counted from when the call began: however long its answer took, no lease is thought to live when it does not.
             delivery = self._delivery(answer, sent + float(answer.get("waited_seconds", 0)))
-            if delivery.leases or delivery.end or time.monotonic() >= until:
+            if delivery.leases or delivery.end or request_id or time.monotonic() >= until:
                 return delivery
 
     def _delivery(self, answer: Mapping[str, Any], given: float) -> Delivery:
@@ -287,12 +292,12 @@ class RunQueue:
         except SluiceError:
             pass  # they return when they run out, or with the session
 
-    def settle(self, consumer: Consumer, settlements: Sequence[Settlement]) -> list[SettleResult]:
+    def settle(self, consumer: Consumer, settlements: Sequence[Settlement], *, cancel: Cancel | None = None, patience: float | None = None) -> list[SettleResult]:
         """Ack, fail or return leases, with one call for all. A stale lease changes nothing and says so."""
         results: list[SettleResult] = []
         for part in _chunks(settlements):
             asked = [{"lease": f"{s.lease_id:032x}", "verdict": s.verdict} | ({"reason": s.reason} if s.reason else {}) for s in part]
-            answer = self._t.call("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": asked, "request_id": new_id()})
+            answer = self._t.call("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": asked, "request_id": new_id()}, cancel=cancel, patience=patience)
             if len(answer["results"]) != len(part):
                 raise self._miscounted("settle")
             results += map(_result, answer["results"])
@@ -301,20 +306,20 @@ class RunQueue:
     def ack(self, consumer: Consumer, *leases: Lease) -> list[SettleResult]:
         return self.settle(consumer, [Settlement(lease.lease_id, "ack") for lease in leases])
 
-    def renew(self, consumer: Consumer, leases: Sequence[Lease] | None = None) -> list[SettleResult]:
+    def renew(self, consumer: Consumer, leases: Sequence[Lease] | None = None, *, cancel: Cancel | None = None, patience: float | None = None) -> list[SettleResult]:
         """Give leases their full time again; all that the consumer holds if None."""
         body: dict[str, Any] = {"consumer": consumer.wire()}
         if leases is None:
-            return [_result(r) for r in self._t.call("POST", f"{self._run}/renew", body)["results"] or []]
+            return [_result(r) for r in self._t.call("POST", f"{self._run}/renew", body, cancel=cancel, patience=patience)["results"] or []]
         results: list[SettleResult] = []
         for part in _chunks(leases):
-            answer = self._t.call("POST", f"{self._run}/renew", body | {"leases": [lease.wire_id for lease in part]})
+            answer = self._t.call("POST", f"{self._run}/renew", body | {"leases": [lease.wire_id for lease in part]}, cancel=cancel, patience=patience)
             results += map(_result, answer["results"])
         return results
 
-    def leave(self, consumer: Consumer) -> None:
+    def leave(self, consumer: Consumer, *, patience: float | None = None) -> None:
         """End a consumer: its leases return to the head."""
-        self._t.call("POST", f"{self._run}/leave", {"consumer": consumer.wire()})
+        self._t.call("POST", f"{self._run}/leave", {"consumer": consumer.wire()}, patience=patience)
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
