@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .address import resolve
-from .errors import InvalidError, NotFoundError
+from .errors import ConflictError, InvalidError, NotFoundError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
 from .transport import Transport, new_id
 
 if TYPE_CHECKING:
+    import torch
+
+    from .collate import CollateFunction, FinalNorm
+    from .loader import Loader
     from .refs import SampleRef
+    from .stats import Figures
+    from .stream import Counts, Stream
 
 
 class Client:
@@ -124,6 +130,9 @@ class Run:
         self._owns_client = owns_client
         self.store = RunStore(client._t, self.run_id, described["store"], self.spec, ranges=client._ranges, http_only=client._http_only)
         self.queue = RunQueue(client._t, self.run_id, float(self.spec["visibility_timeout_seconds"]))
+        self._streams: list[Stream] = []  # of this run's loaders
+        self._ended: list[tuple[Counts, int]] = []  # what those did that have ended
+        self._figures: Figures | None = None
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -153,27 +162,122 @@ class Run:
         self.spec.update(described["spec"])
         self.queue.visibility_timeout = VisibilityTimeout(float(self.spec["visibility_timeout_seconds"]))
 
+    def refresh(self) -> dict[str, Any]:
+        """Ask for the spec again, which a reshape changes, and return it."""
+        self.spec = dict(self.client._t.call("GET", f"/v1/runs/{quote(self.run_id, safe='')}")["spec"])
+        return self.spec
+
     def reshape(self, ranks: int, per_rank: int) -> None:
-        """Change the number of ranks and of samples a rank and step. ConflictError while a lease is out."""
-        described = self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/reshape", {"ranks": ranks, "per_rank": per_rank})
-        if described:
-            self.spec.update(described["spec"])
+        """Deal the run out to another number of ranks, or of samples a rank and step. ConflictError while a lease is out."""
+        self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/reshape", {"ranks": ranks, "per_rank": per_rank})
+        self.refresh()
+
+    # -- for trainers --------------------------------------------------------------------------------------------------
+
+    def loader(
+        self, *, rank: int = 0, ranks: int = 1, batch: int = 1, collate: str | CollateFunction = "pad", pad_to_multiple: int = 1, max_tokens: int = 0, prefetch: int = 2, ack: str = "next",
+        device: torch.device | str | None = None, consumer: str | None = None, incarnation: int | None = None, members: int = 1, member: int = 0, timeout: float | None = None,
+        progress: bool = False, final_norm: FinalNorm | None = None, skip: Callable[[SampleRef, BaseException], bool] | None = None, max_skips: int = 100,
+        schema: Mapping[str, Any] | None = None, renew_every: float | None = None, max_idle: float = 1800.0, patience: float = 600.0,
+    ) -> Loader:
+        """Batches of the run: an iterator, and a context manager.
+
+        ``rank`` of ``ranks`` is for a run that deals out windows, whose ranks get equal counts; ``batch`` samples make a batch, and divide what a rank has of a window. ``collate``,
+        ``pad_to_multiple``, ``max_tokens`` and ``final_norm`` are those of :class:`sluice.collate.Collator`. ``prefetch`` is how many batches are made ahead of the one that the trainer has.
+
+        ``ack`` says when what was taken is acknowledged: "next", when the next batch is taken; "step", by :meth:`step`; "checkpoint", by :meth:`checkpoint` (the run declares
+        ``steps_per_checkpoint``). What is not acknowledged comes again.
+
+        ``device`` is where the batches go: through pinned memory and a stream of its own. ``consumer`` is the name that the service knows, random if left out; a newer ``incarnation`` of a name takes
+        over at once. ``member`` of ``members`` processes that share every sample (tensor, context or sequence parallel) have one ``consumer`` in common.
+
+        ``timeout`` is how many seconds the loop waits for a batch (WaitTimeoutError); None waits as long as the stream lives. ``skip`` says of a ref and the error of making a batch of it whether it
+        is passed over, by default CorruptError and NotFoundError, ``max_skips`` in a row. ``progress`` draws a line on a terminal. ``schema`` is needed in a mixed run.
+
+        Leases are renewed every ``renew_every`` seconds (a third of their time), until the trainer has made no call for ``max_idle`` seconds. ``patience`` is how many seconds a service that is away
+        is asked again.
+
+        Raises InvalidError (naming the argument) and SchemaError.
+        """
+        from .loader import Loader
+
+        return Loader(
+            self, rank=rank, ranks=ranks, batch=batch, collate=collate, pad_to_multiple=pad_to_multiple, max_tokens=max_tokens, prefetch=prefetch, ack=ack, device=device, consumer=consumer,
+            incarnation=incarnation, members=members, member=member, timeout=timeout, progress=progress, final_norm=final_norm, skip=skip, max_skips=max_skips, schema=schema,
+            renew_every=renew_every, max_idle=max_idle, patience=patience,
+        )
+
+    def step(self) -> None:
+        """:meth:`Loader.step` of all loaders of the run in this process, also of those whose loop has ended."""
+        for stream in self._mine("step"):
+            stream.step()
+
+    def checkpoint(self) -> None:
+        """:meth:`Loader.checkpoint` of all loaders of the run in this process."""
+        for stream in self._mine("checkpoint"):
+            stream.checkpoint()
+
+    def fail(self, cause: object = None) -> None:
+        """:meth:`Loader.fail` of all loaders of the run in this process."""
+        for stream in self._mine("fail"):
+            stream.fail(cause)
+
+    def stats(self) -> dict[str, float]:
+        """Figures for a logger: of this process's loaders (seconds, counts), and of the whole run as the service has them; docs/python-loader.md has the list. Never waits long: while the service does
+        not answer, its figures are the last known, ``service_up`` is 0 and ``bottleneck`` -1."""
+        return self._figure().figures([*self._ended, *(s.counts() for s in self._streams if s.pid == os.getpid())])
+
+    def bottleneck(self) -> str:
+        """Which side the run waits for, in a sentence."""
+        return self._figure().bottleneck()
+
+    def _figure(self) -> Figures:
+        if self._figures is None:
+            from .stats import Figures
+
+            self._figures = Figures(self.client._t, self.run_id)
+        return self._figures
+
+    def _take(self, stream: Stream) -> None:
+        mine = [s for s in self._streams if s.pid == stream.pid]  # a parent's are not ours
+        self._ended += [s.counts() for s in mine if s.done]
+        self._streams = [s for s in mine if not s.done] + [stream]
+
+    def _mine(self, op: str) -> list[Stream]:
+        """The loaders that are open. Their parent's in the child of a fork refuse."""
+        if not self._streams:
+            raise ConflictError("no loader of the run was made here", op=op, subject=self.run_id, hint="make one with run.loader()")
+        for stream in self._streams:
+            stream.own()
+        return [s for s in self._streams if not s.closing]
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
 
     def abort(self, ref: SampleRef) -> None:
         """Free a sample that was stored and never enqueued."""
         self.store.abort(ref)
 
     def close(self) -> None:
-        """End the use of the run here; if :func:`sluice.connect` made it, the session with the service too. The run itself goes on: :meth:`RunQueue.close` ends its puts."""
-        self.store.close()
-        if self._owns_client:
-            self.client.close()
+        """End the use of the run here, its loaders regularly (:meth:`Loader.close`); if :func:`sluice.connect` made it, the session with the service too. The run itself goes on:
+        :meth:`RunQueue.close` ends its puts."""
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        from .loader import end_stream
+
+        try:
+            for stream in self._streams:
+                end_stream(stream, error)
+        finally:
+            self.store.close()
+            if self._owns_client:
+                self.client.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._end(error)
 
 
 def connect(url: str | None = None, *, run: str, create: Mapping[str, Any] | None = None, **options: Any) -> Run:
