@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import sluice
@@ -41,7 +42,7 @@ def runs(pid: int) -> bool:
 
 
 def gone(endpoint: service.Endpoint) -> None:
-    until(lambda: not runs(endpoint.pid) and not os.path.exists(endpoint.folder), f"process {endpoint.pid} or {endpoint.folder} is left")
+    until(lambda: not runs(endpoint.pid) and not os.path.exists(endpoint.socket), f"process {endpoint.pid} or {endpoint.socket} is left")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def base(binary: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PYTHONPATH", SOURCES)
     base = runtime / "sluice"
     yield base
-    until(lambda: not [p for p in base.glob("*") if p.is_dir()], "a service is left")
+    until(lambda: not [p for p in base.glob("*") if p.suffix != ".log"], "a service is left")
     shutil.rmtree(runtime)
 
 
@@ -156,7 +157,7 @@ def test_of_eight_that_start_at_once_one_does_and_the_others_join(tmp_path: Path
         said = [line_of(p).split() for p in starters]
         assert len({pid for pid, _ in said}) == 1
         assert [started for _, started in said].count("True") == 1
-        assert len([p for p in base.iterdir() if p.is_dir()]) == 1
+        assert len([p for p in base.iterdir() if p.suffix == ".sock"]) == 1
         assert runs(int(said[0][0]))
     finally:
         for p in starters:
@@ -195,9 +196,28 @@ def test_there_is_one_service_a_directory(tmp_path: Path) -> None:
     with service.private(tmp_path / "a", idle=0.1) as a, service.private(tmp_path / "b", idle=0.1) as b, service.private(tmp_path / "b" / ".." / "link", idle=0.1) as link:
         assert a.pid == link.pid != b.pid
         assert a.binary is not None and link.binary is None
-        assert not list((tmp_path / "a").iterdir())
+        assert sorted(os.listdir(tmp_path / "a")) == ["state", "store"]
+        assert not [p for p in tmp_path.rglob("*") if p.is_socket()]
     gone(a)
     gone(b)
+
+
+def test_what_is_in_a_directory_is_there_again(tmp_path: Path) -> None:
+    with service.private(tmp_path, idle=0.1) as endpoint, sluice.Client(endpoint.url) as client:
+        run = client.create_run("r", mixed=True, max_samples=4)
+        ref = run.store.put("s", {"x": np.arange(4)}, "any", "mine", 1, num_tokens=0)
+        run.queue.put(ref)
+    gone(endpoint)
+    with service.private(tmp_path, idle=0.1) as again, sluice.Client(again.url) as client:
+        assert again.pid != endpoint.pid
+        run = client.run("r")
+        (lease,) = run.queue.acquire(sluice.Consumer("c"), timeout=PATIENCE).leases
+        assert lease.ref == ref
+        got, handle = run.store.get(ref)
+        assert np.asarray(got["x"]).tolist() == [0, 1, 2, 3]
+        run.queue.ack(sluice.Consumer("c"), lease)
+        run.store.release(handle)
+    gone(again)
 
 
 def test_there_is_one_service_a_process() -> None:

@@ -49,7 +49,8 @@ class _PrivateStore(FeatureStore):
     ) -> None:
         caps = _caps(op, max_samples, max_bytes, high_watermark_bytes, low_watermark_bytes)
         self._op, self._caps = op, caps
-        self._client = Client(f"unix:{service.private(key)}")
+        with service.private(key) as endpoint:
+            self._client = Client(endpoint.url)
         try:
             self._run = self._open(run_id, caps)
         except BaseException:
@@ -182,7 +183,7 @@ def _caps(op: str, max_samples: int | None, max_bytes: int | None, high: int | N
         # The reference's default marks ignore a smaller cap, and then never pause anybody.
         if high is not None and high > max_bytes:
             given["high_watermark_bytes"] = max(1, max_bytes * 3 // 4)
-        if low is not None and low >= cast(int, given["high_watermark_bytes"] or max_bytes):
+        if low is not None and low >= (given["high_watermark_bytes"] or max_bytes):
             given["low_watermark_bytes"] = max_bytes // 4
     return {name: value for name, value in given.items() if value is not None}
 
@@ -599,7 +600,7 @@ class FeatureDataLoader:
             try:
                 self._check(lease.ref)
                 tensors, handle = self._store.get(lease.ref)
-                batch = Eagle3TargetBatch.from_tensors(tensors)
+                batch = Eagle3TargetBatch.from_sample(lease.ref, tensors)
             except BaseException:
                 self._queue.fail(lease)
                 raise

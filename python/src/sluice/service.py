@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import binary
 from .client import Client
@@ -56,12 +56,12 @@ class Endpoint:
     ``binary`` is the binary that it was started with, None if it was joined.
     """
 
-    def __init__(self, folder: Path, pid: int, hold: _Hold, used: binary.Binary | None) -> None:
+    def __init__(self, place: _Place, pid: int, hold: _Hold, used: binary.Binary | None) -> None:
         self.pid = pid
-        self.folder = str(folder)
-        self.socket = str(folder / "sluice.sock")
+        self.folder = str(place.state)
+        self.socket = str(place.socket)
         self.url = f"unix:{self.socket}"
-        self.log = str(_log_of(folder))
+        self.log = str(place.log)
         self.binary = used
         self._hold = hold
 
@@ -74,6 +74,19 @@ class Endpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class _Place(NamedTuple):
+    """Where a private service is. The log lies beside what the service itself makes, of which it may leave nothing."""
+
+    state: Path
+    socket: Path
+    log: Path
+
+    @classmethod
+    def folder(cls, path: Path) -> _Place:
+        """A state directory with the socket in it."""
+        return cls(path, path / "sluice.sock", path.with_name(path.name + ".log"))
 
 
 class LocalClient(Client):
@@ -129,11 +142,11 @@ def local(
 
     Raises UnavailableError (no binary, or it did not start: with the end of its log), UnsupportedError (the binary is too old), DeniedError (a folder belongs to somebody else), InvalidError.
     """
-    folder = _base() / f"l{new_id()[:12]}"
-    endpoint, process = _start_or_join(folder, _flags(max_bytes, store, durability, idle), timeout)
+    place = _Place.folder(_base() / f"l{new_id()[:12]}")
+    endpoint, process = _start_or_join(place, [*_flags(max_bytes, store, durability, idle), "--remove-state"], timeout)
     if process is None:
         endpoint.close()
-        raise InvalidError("there is one already, by the name that was made for this one", op="service", subject=str(folder))
+        raise InvalidError("there is one already, by the name that was made for this one", op="service", subject=str(place.state))
     try:
         client = LocalClient(endpoint, process, **options)
     except BaseException:
@@ -145,19 +158,28 @@ def local(
 
 
 def private(
-    key: str | os.PathLike[str] | None = None, *, max_bytes: int | str | None = None, store: str | os.PathLike[str] | None = None, durability: str = "process", idle: float = IDLE_SECONDS,
+    directory: str | os.PathLike[str] | None = None, *, max_bytes: int | str | None = None, store: str | os.PathLike[str] | None = None, durability: str = "process", idle: float = IDLE_SECONDS,
     timeout: float = START_SECONDS,
 ) -> Endpoint:
-    """Start a private service, or join the one that runs: one for each process if ``key`` is None, else one for each directory, whichever way its path is written. Many may call at once.
+    """Start a private service, or join the one that runs: one for each process if ``directory`` is None, else one for each directory, whichever way its path is written. Many may call at once.
 
         with service.private(directory) as endpoint:
             client = Client(endpoint.url)
 
+    That of a process leaves nothing. That of a directory keeps its samples and its journal in there, in ``store`` and ``state``, and the next one goes on with them; its socket is elsewhere.
     The other arguments are as for :func:`local`; they count for who starts it. The service ends ``idle`` seconds after its last client.
 
     Raises as :func:`local` does, and UnsupportedError if the one that runs is too old for this package.
     """
-    endpoint, process = _start_or_join(_base() / _name(key), _flags(max_bytes, store, durability, idle), timeout)
+    base, name = _base(), _name(directory)
+    if directory is None:
+        place, flags = _Place.folder(base / name), ["--remove-state"]
+    else:
+        real = Path(os.path.realpath(directory))
+        place = _Place(real / "state", base / f"{name}.sock", base / f"{name}.log")
+        store = real / "store" if store is None else store
+        flags = ["--socket", str(place.socket)]
+    endpoint, process = _start_or_join(place, _flags(max_bytes, store, durability, idle) + flags, timeout)
     if process is not None:
         process.forget()
     return endpoint
@@ -166,16 +188,16 @@ def private(
 _own: dict[int, str] = {}  # the name of this process's service, by its pid: a child of a fork has another
 
 
-def _name(key: str | os.PathLike[str] | None) -> str:
-    if key is None:
+def _name(directory: str | os.PathLike[str] | None) -> str:
+    if directory is None:
         return _own.setdefault(os.getpid(), f"p{new_id()[:16]}")
-    real = os.path.realpath(key)
+    real = os.path.realpath(directory)
     try:
         info = os.stat(real)
     except OSError as e:
-        raise InvalidError(f"can't be looked at: {e.strerror}", op="service", subject=os.fspath(key)) from e
+        raise InvalidError(f"can't be looked at: {e.strerror}", op="service", subject=os.fspath(directory)) from e
     if not stat.S_ISDIR(info.st_mode):
-        raise InvalidError("is no directory", op="service", subject=os.fspath(key))
+        raise InvalidError("is no directory", op="service", subject=os.fspath(directory))
     # Both: an inode alone is soon given to another directory, and a path alone may be removed and made again.
     return "d" + hashlib.sha256(os.fsencode(real) + f"\0{info.st_dev}:{info.st_ino}".encode()).hexdigest()[:16]
 
@@ -185,7 +207,7 @@ def _flags(max_bytes: int | str | None, store: str | os.PathLike[str] | None, du
         raise InvalidError(f"is {idle!r} seconds, want more than 0", op="service", subject="idle")
     if durability not in ("process", "power"):
         raise InvalidError(f"is {durability!r}, want process or power", op="service", subject="durability")
-    flags = ["--no-tcp", "--remove-state", "--exit-idle", f"{idle:.3f}s", "--max-bytes", "none" if max_bytes is None else str(max_bytes), "--durability", durability, "--log-level", "warn"]
+    flags = ["--no-tcp", "--exit-idle", f"{idle:.3f}s", "--max-bytes", "none" if max_bytes is None else str(max_bytes), "--durability", durability, "--log-level", "warn"]
     return flags + (["--store", os.path.abspath(store)] if store is not None else [])
 
 
@@ -232,30 +254,30 @@ def _make_own(folder: Path) -> None:
         raise DeniedError(detail, op="service", subject=str(folder), hint="remove it, or set TMPDIR or XDG_RUNTIME_DIR to another place")
 
 
-def _start_or_join(folder: Path, flags: list[str], timeout: float) -> tuple[Endpoint, _Process | None]:
+def _start_or_join(place: _Place, flags: list[str], timeout: float) -> tuple[Endpoint, _Process | None]:
     until = time.monotonic() + timeout
     used: binary.Binary | None = None
     process: _Process | None = None
     not_before, pause = 0.0, 0.02
     try:
         while True:
-            hold = _hold(folder / "sluice.sock")
-            pid = None if hold is None else _check(folder, hold)
+            hold = _hold(place.socket)
+            pid = None if hold is None else _check(place, hold)
             if hold is not None and pid is not None:
                 ours = process if process is not None and process.pid == pid else None
                 if process is not None and ours is None:
                     process.forget()  # it will find that another one was faster
-                return Endpoint(folder, pid, hold, used if ours else None), ours
+                return Endpoint(place, pid, hold, used if ours else None), ours
             now = time.monotonic()
             if now >= until:
                 said = process.said() if process is not None else ""
-                raise UnavailableError(f"no service answers there after {timeout:.0f} s{said}", op="service", subject=str(folder))
+                raise UnavailableError(f"no service answers there after {timeout:.0f} s{said}", op="service", subject=str(place.state))
             if process is None:
                 if now < not_before:
                     time.sleep(0.005)
                     continue
                 used = used or binary.find()
-                process = _Process(used.path, folder, flags)
+                process = _Process(used.path, place, flags)
             status = process.wait(0.005)
             if status is None:
                 continue
@@ -315,10 +337,10 @@ def _hold(path: Path) -> _Hold | None:
             hold.close()
 
 
-def _check(folder: Path, hold: _Hold) -> int | None:
+def _check(place: _Place, hold: _Hold) -> int | None:
     """The pid of the service that runs there, if this package can work with it. None if it was told to end, which takes away its word first."""
     try:
-        endpoint = json.loads((folder / "endpoint.json").read_bytes())
+        endpoint = json.loads((place.state / "endpoint.json").read_bytes())
         pid, api = int(endpoint["pid"]), int(endpoint.get("api", 0))
         if api < binary.LEAST_API:
             raise binary.too_old(str(endpoint.get("version", "")), api, f"the service of process {pid}")
@@ -328,7 +350,7 @@ def _check(folder: Path, hold: _Hold) -> int | None:
         return None
     except (ValueError, TypeError, KeyError) as e:
         hold.close()
-        raise CorruptError(f"can't be read: {e}", op="service", subject=str(folder / "endpoint.json")) from e
+        raise CorruptError(f"can't be read: {e}", op="service", subject=str(place.state / "endpoint.json")) from e
     except BaseException:
         hold.close()
         raise
@@ -337,13 +359,13 @@ def _check(folder: Path, hold: _Hold) -> int | None:
 class _Process:
     """A service that this process has started, as far as it still cares for it."""
 
-    def __init__(self, path: str, folder: Path, flags: list[str]) -> None:
-        _sweep_logs(folder.parent)
-        self._log = _log_of(folder)
+    def __init__(self, path: str, place: _Place, flags: list[str]) -> None:
+        _sweep_logs(place.log.parent)
+        self._log = place.log
         self._status: int | None = None
         self._read = b""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}  # they would set flags
-        command = ["/bin/sh", "-c", _DETACH, "sh", path, "serve", "--state", str(folder), *flags]
+        command = ["/bin/sh", "-c", _DETACH, "sh", path, "serve", "--state", str(place.state), *flags]
         try:
             out = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
@@ -419,16 +441,11 @@ class _Process:
         return f". It said:\n{text}" if text else f", and said nothing ({self._log})"
 
 
-def _log_of(folder: Path) -> Path:
-    """Beside the state directory, of which the service leaves nothing."""
-    return folder.with_name(folder.name + ".log")
-
-
 def _sweep_logs(base: Path) -> None:
     """Removes the logs of services that are long gone."""
     for path in base.glob("*.log"):
         try:
-            if not path.with_suffix("").exists() and time.time() - path.stat().st_mtime > _OLD_LOG_SECONDS:
+            if not path.with_suffix("").exists() and not path.with_suffix(".sock").exists() and time.time() - path.stat().st_mtime > _OLD_LOG_SECONDS:
                 path.unlink()
         except FileNotFoundError:
             pass  # another start was faster
