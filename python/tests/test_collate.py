@@ -657,6 +657,23 @@ def test_a_schema_without_rows_is_for_functions_and_batches_of_one() -> None:
     assert values(collate(schema, samples, lambda some: {"f": np.concatenate([s.tensors["f"] for s in some])})["f"]) == [0, 1, 2, 0, 1, 2]
 
 
+def test_roles_with_other_axes_than_their_usual_ones_are_no_crash() -> None:
+    lens = {"name": "x", "version": 1, "features": [{"name": "l", "from": "seq_lens", "axes": ["N"], "dtypes": ["int64"]}]}
+    tensors: dict[str, Any] = {"l": np.array([2, 3])}
+    assert values(collate(lens, [Sample(ref_of(tensors, lens), tensors)], "none")["l"]) == [2, 3]
+    mask = {
+        "name": "x",
+        "version": 1,
+        "features": [
+            {"name": "ids", "axes": ["B", "S"], "dtypes": ["int64"]},
+            {"name": "loss", "from": "loss_mask", "axes": ["B"], "dtypes": ["int64"]},
+        ],
+    }
+    tensors = {"ids": np.zeros((2, 3), np.int64), "loss": np.zeros(2, np.int64)}
+    with pytest.raises(SchemaError, match=r"loss is int64\[2\], want one value for each of 2 rows of 3 tokens"):
+        collate(mask, [Sample(ref_of(tensors, mask), tensors)])
+
+
 # The batch.
 
 
