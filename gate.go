@@ -178,6 +178,23 @@ func (g *Gate) Close(err error) {
 	g.unlock()
 }
 
+// Reopen ends Close: whoever comes from now on waits again.
+func (g *Gate) Reopen() {
+	g.mu.Lock()
+	g.closed = nil
+	g.unlock()
+}
+
+// Remeasure is Poke after the marks of the room have changed: a pause by the old ones ends if the high one is not hit now, also above the low one.
+func (g *Gate) Remeasure() {
+	g.mu.Lock()
+	if h := g.room.Health(); g.paused && !h.HighWatermarkHit() {
+		g.resume(h)
+	}
+	g.evaluate()
+	g.unlock()
+}
+
 // GateState is a snapshot of a gate.
 type GateState struct {
 	Paused    bool          // between the high mark and the low one
@@ -234,11 +251,22 @@ func (g *Gate) updatePause(h Health) {
 	case !g.paused && h.HighWatermarkHit():
 		g.paused, g.pausedSince = true, g.opts.Clock.Now()
 	case g.paused && h.LowWatermarkHit():
-		g.paused = false
-		g.pausedFor += g.opts.Clock.Now().Sub(g.pausedSince)
+		g.resume(h)
+		return
 	default:
 		return
 	}
+	g.tell(h)
+}
+
+func (g *Gate) resume(h Health) {
+	g.paused = false
+	g.pausedFor += g.opts.Clock.Now().Sub(g.pausedSince)
+	g.tell(h)
+}
+
+// tell leaves a pause or resume to unlock.
+func (g *Gate) tell(h Health) {
 	if g.opts.OnPause != nil || g.opts.OnResume != nil {
 		g.events = append(g.events, gateEvent{g.paused, h})
 	}

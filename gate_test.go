@@ -495,3 +495,56 @@ func TestGateNeverWedgesWithTheStarvingRule(t *testing.T) {
 		}
 	})
 }
+
+func TestAGateThatIsReopenedLetsPeopleWaitAgain(t *testing.T) {
+	t.Parallel()
+	r := newRoom(Caps{MaxBytes: 100})
+	g := NewGate(r, nil)
+	g.Close(nil)
+	if _, err := g.Reserve(t.Context(), 10); !errors.Is(err, ErrClosed) {
+		t.Fatalf("closed: %v", err)
+	}
+	g.Reopen()
+	if _, err := g.Reserve(t.Context(), 10); err != nil {
+		t.Errorf("reopened: %v", err)
+	}
+	g.Close(nil)
+	if _, err := g.Reserve(t.Context(), 10); !errors.Is(err, ErrClosed) {
+		t.Errorf("closed again: %v", err)
+	}
+}
+
+func TestAGateGoesByMarksThatChanged(t *testing.T) {
+	t.Parallel()
+	r := newRoom(Caps{MaxBytes: 100, HighWatermarkBytes: 50, LowWatermarkBytes: 10})
+	var events []string
+	g := NewGate(r, &GateOptions{OnPause: func(Health) { events = append(events, "pause") }, OnResume: func(Health) { events = append(events, "resume") }})
+	if _, err := g.Reserve(t.Context(), 60); err != nil {
+		t.Fatal(err)
+	}
+	if !g.State().Paused {
+		t.Fatal("60 bytes do not pause it at 50")
+	}
+	granted := make(chan error, 1)
+	go func() {
+		_, err := g.Reserve(t.Context(), 5)
+		granted <- err
+	}()
+	for g.State().Waiting == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	r.mu.Lock()
+	r.h.Caps.HighWatermarkBytes = 90
+	r.mu.Unlock()
+	g.Remeasure()
+	if err := <-granted; err != nil || g.State().Paused {
+		t.Errorf("whoever waited got %v; paused at 65 of 90: %v", err, g.State().Paused)
+	}
+	r.mu.Lock()
+	r.h.Caps.HighWatermarkBytes = 20
+	r.mu.Unlock()
+	g.Remeasure()
+	if !g.State().Paused || fmt.Sprint(events) != "[pause resume pause]" {
+		t.Errorf("paused at 65 of 20: %v; reported %v", g.State().Paused, events)
+	}
+}

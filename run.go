@@ -42,6 +42,80 @@ type RunConfig struct {
 	MinDraftVersion string `json:"min_draft_version,omitempty"`
 }
 
+// RunChange is what may be changed of a run that goes on. What is nil, or false, stays.
+type RunChange struct {
+	VisibilityTimeout *time.Duration // of leases that are given or renewed from then on
+
+	// The marks between which producers are paced, as in [Caps]. 0 <= low < high <= cap.
+	HighWatermarkBytes, LowWatermarkBytes     *int64
+	HighWatermarkSamples, LowWatermarkSamples *int64
+
+	// Reopen lets a run that was closed, and that is drained, take puts again.
+	Reopen bool
+}
+
+// HasMarks reports whether any mark is to be changed.
+func (c *RunChange) HasMarks() bool {
+	return c.HighWatermarkBytes != nil || c.LowWatermarkBytes != nil || c.HighWatermarkSamples != nil || c.LowWatermarkSamples != nil
+}
+
+// Validate refuses what no run could be changed to.
+func (c *RunChange) Validate() error {
+	if c.VisibilityTimeout != nil && *c.VisibilityTimeout <= 0 {
+		return &Error{Kind: Invalid, Op: "run: change", Subject: "visibility_timeout", Detail: fmt.Sprintf("is %v, want more than 0", *c.VisibilityTimeout)}
+	}
+	if c.VisibilityTimeout == nil && !c.HasMarks() && !c.Reopen {
+		return &Error{Kind: Invalid, Op: "run: change", Detail: "changes nothing, want a field at least"}
+	}
+	return nil
+}
+
+// Marks returns the caps, which must be resolved, with the marks that are to be changed. ErrInvalid names the field that does not fit the others.
+func (c *RunChange) Marks(caps Caps) (Caps, error) {
+	for _, m := range [...]struct {
+		unit            string
+		high, low       *int64
+		nowHigh, nowLow *int64
+		limit           int64
+	}{
+		{"bytes", c.HighWatermarkBytes, c.LowWatermarkBytes, &caps.HighWatermarkBytes, &caps.LowWatermarkBytes, caps.MaxBytes},
+		{"samples", c.HighWatermarkSamples, c.LowWatermarkSamples, &caps.HighWatermarkSamples, &caps.LowWatermarkSamples, caps.MaxSamples},
+	} {
+		if m.high == nil && m.low == nil {
+			continue
+		}
+		fail := func(field string, v int64, want string, args ...any) (Caps, error) {
+			return caps, &Error{Kind: Invalid, Op: "run: change", Subject: field + "_" + m.unit, Detail: fmt.Sprintf("is %d, want "+want, append([]any{v}, args...)...)}
+		}
+		had := *m.nowHigh > 0
+		if m.high != nil {
+			*m.nowHigh = *m.high
+		}
+		switch {
+		case m.low != nil:
+			*m.nowLow = *m.low
+		case !had: // as where a run is created without its cap
+			*m.nowLow = *m.nowHigh / 3
+		}
+		limit, most := int64(maxInteger-1), "and less than 2^53"
+		if m.limit > 0 {
+			limit, most = m.limit, fmt.Sprintf("up to max_%s (%d)", m.unit, m.limit)
+		}
+		high, low := *m.nowHigh, *m.nowLow
+		switch {
+		case m.high != nil && (high < 1 || high > limit):
+			return fail("high_watermark", high, "1 or more, %s", most)
+		case high == 0:
+			return fail("low_watermark", low, "a high_watermark_%s beside it: the run has none", m.unit)
+		case m.low != nil && (low < 0 || low >= high):
+			return fail("low_watermark", low, "0 or more, and less than high_watermark_%s (%d)", m.unit, high)
+		case low >= high:
+			return fail("high_watermark", high, "more than low_watermark_%s (%d)", m.unit, low)
+		}
+	}
+	return caps, nil
+}
+
 // Windows describes data-parallel consumption: ranks that step together must get equal numbers of samples, or their
 // collectives hang. A window is what all ranks together consume in one optimizer step.
 type Windows struct {

@@ -272,6 +272,16 @@ func (c *Client) Reshape(ctx context.Context, runID string, ranks, perRank int) 
 	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/reshape"), in: wire.Reshape{Ranks: ranks, PerRank: perRank}})
 }
 
+// Configure changes a run that goes on: its visibility timeout, its marks, and whether it is closed; see [sluice.RunChange]. It returns the run as it is then. ErrInvalid names the field
+// that does not fit; ErrConflict if it can't be reopened: samples are pending or leased yet, or it has windows.
+func (c *Client) Configure(ctx context.Context, runID string, change sluice.RunChange) (RunInfo, error) {
+	var w wire.Run
+	if err := c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/configure"), in: wire.ConfigureOf(&change), out: &w}); err != nil {
+		return RunInfo{}, err
+	}
+	return infoOf(&w)
+}
+
 // SetVersions changes a run's version gates: the values of target_model_version that are let in, any if there are none, and the lowest draft_weight_version, any if it is empty.
 func (c *Client) SetVersions(ctx context.Context, runID string, target []string, minDraft string) error {
 	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/versions"), in: wire.Versions{TargetVersions: target, MinDraftVersion: minDraft}})

@@ -206,6 +206,7 @@ const (
 	EventTakeover     EventKind = "takeover"      // a newer incarnation of a consumer or producer came
 	EventProducerLost EventKind = "producer_lost" // a producer was silent for too long
 	EventClosed       EventKind = "closed"
+	EventReopened     EventKind = "reopened" // it was closed, and takes puts again
 	EventWedged       EventKind = "wedged"
 	EventUnavailable  EventKind = "unavailable" // the journal failed
 	EventWindow       EventKind = "window"      // a window opened

@@ -25,7 +25,8 @@ type lease struct {
 	group       *groupLease
 	lsn         uint64
 
-	prev, next   *lease // in expiry
+	prev, next   *lease // in its line
+	line         *expiryLine
 	cprev, cnext *lease // in its consumer's, oldest first
 
 	ended     bool
@@ -135,6 +136,10 @@ func (q *Queue) grant(tx *txn, c *consumer, member, n int, request string) []slu
 	return out
 }
 
+func sortByOrder(list []*lease) {
+	slices.SortFunc(list, func(a, b *lease) int { return cmp.Compare(a.order, b.order) })
+}
+
 // leaseByID returns the lease if it is out, or nil.
 func (q *Queue) leaseByID(id sluice.LeaseID) *lease {
 	if l := q.leases[key(id)]; l != nil && l.id == id {
@@ -160,7 +165,7 @@ func (q *Queue) applyLease(r *leaseRecord) *lease {
 	}
 	q.spareLease = nil
 	q.order++
-	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, order: q.order, deadline: q.now + int64(q.cfg.VisibilityTimeout), pad: r.Pad}
+	*l = lease{id: r.Lease, s: s, slot: r.slot, c: c, incarnation: r.Incarnation, given: r.At, order: q.order, pad: r.Pad}
 	if c.members > 1 {
 		l.group = &groupLease{ref: s.ref, verdicts: make([]sluice.Verdict, c.members), left: c.members}
 		if l.slot != nil {
@@ -189,7 +194,7 @@ func (q *Queue) applyLease(r *leaseRecord) *lease {
 		}
 	}
 	q.leases[key(l.id)] = l
-	q.expiry.pushBack(l)
+	q.expiry.push(l, q.now, q.cfg.VisibilityTimeout)
 	c.hold(l)
 	q.share(c).out++
 	if r.Request != "" {
@@ -578,7 +583,7 @@ func (q *Queue) letGo(tx *txn, s *sample) {
 
 // expire takes back what has run out, in the order in which it did.
 func (q *Queue) expire(tx *txn) {
-	for l := q.expiry.head; l != nil && l.deadline <= q.now; l = q.expiry.head {
+	for l := q.expiry.first(); l != nil && l.deadline <= q.now; l = q.expiry.first() {
 		r := endRecord{T: "end", Lease: l.id, At: q.now, l: l}
 		verdict, reason := sluice.Verdict(""), fmt.Sprintf("the lease of %s ran out", l.c.name)
 		if g := l.group; g != nil && g.left < len(g.verdicts) {
@@ -639,8 +644,7 @@ func (q *Queue) Renew(_ context.Context, r sluice.RenewRequest) ([]sluice.Settle
 }
 
 func (q *Queue) renew(l *lease) sluice.SettleResult {
-	l.deadline = q.now + int64(q.cfg.VisibilityTimeout)
 	q.expiry.remove(l)
-	q.expiry.pushBack(l)
+	q.expiry.push(l, q.now, q.cfg.VisibilityTimeout)
 	return sluice.SettleResult{Lease: l.id, Status: sluice.Renewed}
 }

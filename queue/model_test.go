@@ -1059,7 +1059,7 @@ func (h *machine) check(t *rapid.T) {
 	h.q.mu.Lock()
 	h.q.tick()
 	leases := map[sluice.LeaseID]int64{}
-	for l := h.q.expiry.head; l != nil; l = l.next {
+	for _, l := range h.q.expiry.all() {
 		leases[l.id] = l.deadline
 	}
 	h.q.mu.Unlock()

@@ -49,6 +49,7 @@ type Options struct {
 type Queue struct {
 	opts    Options
 	store   sluice.ClaimStore
+	room    room
 	gate    *sluice.Gate
 	clock   sluice.Clock
 	log     *slog.Logger
@@ -101,7 +102,8 @@ type Queue struct {
 	spareSample *sample           // one that is gone, for the next put
 	spareLease  *lease            // one that has ended, for the next
 	spareTxn    *txn
-	expiry      leaseList       // leases that are out, the first to run out first
+	expiry      expiring        // leases that are out
+	timeout     time.Duration   // as it was changed; 0 if it never was
 	settled     recent[outcome] // by key
 	ids         idSource
 	order       int64 // of the last lease
@@ -172,7 +174,7 @@ type counters struct {
 var _ sluice.Queue = (*Queue)(nil)
 
 // Open starts the queue of a run over the store that its samples are in. With a journal that holds something it goes on where that ends: leases have
-// their full time again, and samples that the store lost meanwhile become dead letters without bytes. The numbers of ranks and the version gates may have
+// their full time again, and samples that the store lost meanwhile become dead letters without bytes. The numbers of ranks, the version gates, the visibility timeout and the marks may have
 // changed since the run began, so those of the journal count and not those of cfg. The context bounds the opening only.
 //
 // A run has one queue at a time; the journal fences a second one off. Call [Queue.Stop] to let go of the store, the timer and the journal.
@@ -218,7 +220,8 @@ func Open(ctx context.Context, cfg sluice.RunConfig, store sluice.ClaimStore, op
 	q.batch = newBatch()
 	q.setGates(cfg.TargetVersions, cfg.MinDraftVersion)
 	q.setShape(cfg.Windows)
-	q.gate = sluice.NewGate(store, &sluice.GateOptions{
+	q.room.ClaimStore = store
+	q.gate = sluice.NewGate(&q.room, &sluice.GateOptions{
 		Clock:    q.clock,
 		OnPause:  func(h sluice.Health) { q.emitFromGate(Event{Kind: EventPaused, Health: h}) },
 		OnResume: func(h sluice.Health) { q.emitFromGate(Event{Kind: EventResumed, Health: h}) },
@@ -249,8 +252,10 @@ func (q *Queue) recover(ctx context.Context, replayed bool) error {
 	if err != nil {
 		return err
 	}
-	for l := q.expiry.head; l != nil; l = l.next {
-		l.deadline = tx.now + int64(q.cfg.VisibilityTimeout)
+	out := q.expiry.all()
+	q.expiry = expiring{}
+	for _, l := range out {
+		q.expiry.push(l, tx.now, q.cfg.VisibilityTimeout)
 	}
 	for _, p := range q.producers {
 		p.seen = tx.now
@@ -433,7 +438,7 @@ func (q *Queue) find(id, gen string) *sample {
 // nextDue is the earliest moment at which something happens by itself.
 func (q *Queue) nextDue() int64 {
 	due := min(q.orphansAt, q.wedge.checkAt)
-	if l := q.expiry.head; l != nil {
+	if l := q.expiry.first(); l != nil {
 		due = min(due, l.deadline)
 	}
 	if p := q.alive.head; p != nil && !q.closed {

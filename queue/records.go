@@ -402,7 +402,14 @@ func init() {
 		"results":  replayer(func(q *Queue, r *resultsRecord) error { q.applyResults(r); return nil }),
 		"producer": replayer(func(q *Queue, r *producerRecord) error { q.applyProducer(r); return nil }),
 		"close":    replayer(func(q *Queue, r *closeRecord) error { q.applyClose(r); return nil }),
-		"gates":    replayer(func(q *Queue, r *gatesRecord) error { q.setGates(r.Targets, r.MinDraft); return nil }),
+		"config": replayer(func(q *Queue, r *configRecord) error {
+			if r.Timeout < 0 {
+				return corrupt("an impossible timeout")
+			}
+			q.applyConfig(r)
+			return nil
+		}),
+		"gates": replayer(func(q *Queue, r *gatesRecord) error { q.setGates(r.Targets, r.MinDraft); return nil }),
 		"window": replayer(func(q *Queue, r *windowRecord) error {
 			if !q.windows.on || len(r.Seqs) > q.windows.ranks*q.windows.perRank {
 				return corrupt("a window that does not fit the run: was the journal written with other windows?")

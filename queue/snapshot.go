@@ -3,6 +3,7 @@ package queue
 import (
 	"cmp"
 	"slices"
+	"time"
 
 	"github.com/sluice-ml/sluice"
 )
@@ -21,6 +22,9 @@ type headerState struct {
 	Ranks      int         `json:"ranks,omitempty"`
 	PerRank    int         `json:"per_rank,omitempty"`
 	NextWindow int64       `json:"next_window,omitempty"`
+
+	Timeout time.Duration `json:"timeout,omitempty"` // of leases, and the marks, if they were changed
+	Marks   *marks        `json:"marks,omitempty"`
 }
 
 type samplesState struct {
@@ -176,9 +180,9 @@ type requestState struct {
 // chunk bounds the entries of one record of a snapshot, so that no record is large.
 const chunk = 200
 
-// header is what a journal begins with. Its shape and version gates, which may change while the run goes on, win over those of the RunConfig.
+// header is what a journal begins with. What of it may change while the run goes on wins over the RunConfig.
 func (q *Queue) header() headerState {
-	h := headerState{T: "snap", Seq: q.seq, Count: q.count, Closed: q.closed, Targets: q.cfg.TargetVersions, MinDraft: q.cfg.MinDraftVersion, NextWindow: q.windows.next}
+	h := headerState{T: "snap", Seq: q.seq, Count: q.count, Closed: q.closed, Targets: q.cfg.TargetVersions, MinDraft: q.cfg.MinDraftVersion, NextWindow: q.windows.next, Timeout: q.timeout, Marks: q.room.marks.Load()}
 	if q.cause != nil {
 		h.Cause, h.Kind = clean(q.cause.Error(), 4096), sluice.KindOf(q.cause)
 	}
@@ -415,6 +419,7 @@ func (q *Queue) loadHeader(h *headerState) error {
 		q.applyClose(&closeRecord{Cause: h.Cause, Kind: h.Kind})
 	}
 	q.setGates(h.Targets, h.MinDraft)
+	q.applyConfig(&configRecord{Timeout: h.Timeout, Marks: h.Marks})
 	if (h.Ranks > 0) != q.windows.on {
 		return corrupt("the journal is of a run with windows and this is one without, or the reverse")
 	}
@@ -565,7 +570,7 @@ func (q *Queue) loadLeases(r *leasesState) error {
 			l.s.lease = l
 			q.out++
 		}
-		q.expiry.pushBack(l)
+		q.expiry.push(l, q.now, q.cfg.VisibilityTimeout)
 		c.hold(l)
 		q.share(c).out++
 	}

@@ -11,7 +11,7 @@ import (
 
 // Status is a snapshot; see [sluice.Queue]. It answers even when the queue is unavailable.
 func (q *Queue) Status(context.Context) (sluice.Status, error) {
-	health := q.store.Health()
+	health := q.room.Health()
 	q.gate.Poke() // so that the pause it reports is today's
 	gate := q.gate.State()
 	q.mu.Lock()

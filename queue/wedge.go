@@ -113,7 +113,7 @@ func (q *Queue) checkWedge() {
 		return
 	}
 	w.checkAt = q.now + int64(wedgeLook)
-	h := q.store.Health()
+	h := q.room.Health()
 	head := q.gate.State()
 	if h.UsedBytes() < w.bytes || h.UsedSamples() < w.samples {
 		w.progress = q.now // somebody gives room back, if not enough yet

@@ -88,6 +88,25 @@ func (s *Service) runCalls(a *api) {
 				spec.Windows = &w
 			})
 		})
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/configure", id: "configure-run", tag: "runs", summary: "Change the lease time and the marks of a run, and reopen it", roles: operators,
+		text: "All that is given or nothing; the rest stays, and so do the deadlines of leases that are out. `invalid` names the field that does not fit. `conflict` names `reopen` where a closed run has samples pending or leased yet, or has windows."},
+		func(ctx context.Context, c *call, in *wire.Configure) (*wire.Run, error) {
+			if err := c.run.q.Configure(ctx, in.Change()); err != nil {
+				return nil, err
+			}
+			caps := c.run.q.Health().Caps
+			err := s.change(ctx, c.run, func(spec *wire.RunSpec) {
+				if in.VisibilityTimeoutSeconds != nil {
+					spec.VisibilityTimeoutSeconds = *in.VisibilityTimeoutSeconds
+				}
+				spec.Caps = wire.Caps(caps)
+			})
+			if err != nil {
+				return nil, err
+			}
+			d := c.run.describe(ctx)
+			return &d, nil
+		})
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/versions", id: "set-versions", tag: "runs", summary: "Set the version gates", roles: operators,
 		text: "Which target versions are let in (any, if left out) and the least draft version (any, if left out)."},
 		func(ctx context.Context, c *call, in *wire.Versions) (*nothing, error) {

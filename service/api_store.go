@@ -98,7 +98,7 @@ func (s *Service) storeCalls(a *api) {
 		})
 	handle(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/health", id: "health", tag: "runs", summary: "Counters of the run's store", hot: true},
 		func(ctx context.Context, c *call, _ *nothing) (*sluice.Health, error) {
-			h := c.run.store.Health()
+			h := c.run.q.Health()
 			return &h, nil
 		})
 }

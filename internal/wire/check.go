@@ -159,6 +159,17 @@ func (b *Report) Check() error {
 func (b *CloseRun) Check() error { return checkText("cause", b.Cause, 4096) }
 
 // Check refuses what the fields may not hold.
+func (c *Configure) Check() error {
+	if s := c.VisibilityTimeoutSeconds; s != nil {
+		if *s <= 0 || s.Duration() <= 0 || *s > maxSeconds {
+			return bad("visibility_timeout_seconds", "is %v, want more than 0 and at most %v", float64(*s), float64(maxSeconds))
+		}
+	}
+	change := c.Change()
+	return change.Validate()
+}
+
+// Check refuses what the fields may not hold.
 func (b *Versions) Check() error {
 	if len(b.TargetVersions) > MaxBatch {
 		return bad("target_versions", "has %d items, want at most %d", len(b.TargetVersions), MaxBatch)

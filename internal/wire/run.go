@@ -159,6 +159,36 @@ type Reshape struct {
 	PerRank int `json:"per_rank"`
 }
 
+// Configure is the body of POST /v1/runs/{run}/configure: [sluice.RunChange]. What is left out stays.
+type Configure struct {
+	VisibilityTimeoutSeconds *Seconds `json:"visibility_timeout_seconds,omitempty" doc:"How long a lease lives that is given or renewed from now on."`
+	HighWatermarkBytes       *int64   `json:"high_watermark_bytes,omitempty" doc:"Producers pause here: more than the low one, and at most the cap."`
+	LowWatermarkBytes        *int64   `json:"low_watermark_bytes,omitempty" doc:"And go on here: 0 or more."`
+	HighWatermarkSamples     *int64   `json:"high_watermark_samples,omitempty" doc:"The same for samples."`
+	LowWatermarkSamples      *int64   `json:"low_watermark_samples,omitempty"`
+	Reopen                   bool     `json:"reopen,omitempty" doc:"A run that was closed and is drained takes puts again; its cause and its producers' sessions are forgotten. One that is not closed stays as it is."`
+}
+
+// Change is that as the domain has it.
+func (c *Configure) Change() sluice.RunChange {
+	w := sluice.RunChange{HighWatermarkBytes: c.HighWatermarkBytes, LowWatermarkBytes: c.LowWatermarkBytes, HighWatermarkSamples: c.HighWatermarkSamples, LowWatermarkSamples: c.LowWatermarkSamples, Reopen: c.Reopen}
+	if c.VisibilityTimeoutSeconds != nil {
+		d := c.VisibilityTimeoutSeconds.Duration()
+		w.VisibilityTimeout = &d
+	}
+	return w
+}
+
+// ConfigureOf is a change on the wire.
+func ConfigureOf(c *sluice.RunChange) Configure {
+	w := Configure{HighWatermarkBytes: c.HighWatermarkBytes, LowWatermarkBytes: c.LowWatermarkBytes, HighWatermarkSamples: c.HighWatermarkSamples, LowWatermarkSamples: c.LowWatermarkSamples, Reopen: c.Reopen}
+	if c.VisibilityTimeout != nil {
+		s := SecondsOf(*c.VisibilityTimeout)
+		w.VisibilityTimeoutSeconds = &s
+	}
+	return w
+}
+
 // Versions is the body of POST /v1/runs/{run}/versions.
 type Versions struct {
 	TargetVersions  []string `json:"target_versions,omitempty"`

@@ -1,0 +1,85 @@
+package service
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/wire"
+)
+
+func TestARunIsConfiguredAfterItsCreation(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	was := b.create("r1").Spec
+	timeout, high := wire.Seconds(90), int64(500_000)
+	change := wire.Configure{VisibilityTimeoutSeconds: &timeout, HighWatermarkBytes: &high}
+	for range 2 {
+		r := do[wire.Run](b, "POST", "/v1/runs/r1/configure", change)
+		if r.Spec.VisibilityTimeoutSeconds != 90 || r.Spec.Caps.HighWatermarkBytes != high || r.Spec.Caps.LowWatermarkBytes != was.Caps.LowWatermarkBytes || r.Spec.Caps.MaxBytes != was.Caps.MaxBytes {
+			t.Errorf("described as %+v", r.Spec)
+		}
+	}
+	check := func() {
+		t.Helper()
+		r := do[wire.Run](b, "GET", "/v1/runs/r1", nil)
+		if r.Spec.VisibilityTimeoutSeconds != 90 || r.Spec.Caps.HighWatermarkBytes != high {
+			t.Errorf("described as %+v", r.Spec)
+		}
+		if h := do[sluice.Health](b, "GET", "/v1/runs/r1/health", nil); h.Caps.HighWatermarkBytes != high || h.Caps != r.Status.Health.Caps {
+			t.Errorf("health %+v, status %+v", h.Caps, r.Status.Health.Caps)
+		}
+		b.create("r1") // the spec that it was created with is that of the same run
+		b.put("r1", "s-"+newID()[:6])
+		if d := b.acquire("r1", 1); len(d.Leases) != 1 || d.Leases[0].TimeLeftSeconds < 80 {
+			t.Errorf("acquired %+v", d)
+		}
+	}
+	check()
+	b.restart()
+	check()
+}
+
+func TestAClosedRunIsReopenedOnceItIsDrained(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	b.put("r1", "s-1")
+	b.try("POST", "/v1/runs/r1/close", wire.CloseRun{Cause: "the target failed"})
+	reopen := wire.Configure{Reopen: true}
+	if p := b.wants("conflict", "POST", "/v1/runs/r1/configure", reopen); p.Subject != "reopen" || !strings.Contains(p.Detail, "1 samples are pending") {
+		t.Errorf("%+v", p)
+	}
+	b.settle("r1", sluice.Ack, b.acquire("r1", 1).Leases...)
+	if d := b.acquire("r1", 1); !d.End || d.Cause == nil {
+		t.Fatalf("%+v, want the end with its cause", d)
+	}
+	for range 2 {
+		if r := do[wire.Run](b, "POST", "/v1/runs/r1/configure", reopen); r.Status.Closed || r.Status.Cause != "" {
+			t.Errorf("closed: %v, cause %q", r.Status.Closed, r.Status.Cause)
+		}
+	}
+	b.restart()
+	b.put("r1", "s-2")
+	if d := b.acquire("r1", 1); len(d.Leases) != 1 || d.End {
+		t.Errorf("%+v", d)
+	}
+}
+
+func TestAConfigurationIsRefusedByField(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	for body, subject := range map[string]string{
+		`{}`: "", `{"visibility_timeout_seconds":0}`: "visibility_timeout_seconds", `{"visibility_timeout_seconds":-1}`: "visibility_timeout_seconds", `{"visibility_timeout_seconds":1e-12}`: "visibility_timeout_seconds",
+		`{"visibility_timeout_seconds":1e9}`: "visibility_timeout_seconds", `{"high_watermark_bytes":0}`: "high_watermark_bytes", `{"high_watermark_bytes":2000000}`: "high_watermark_bytes",
+		`{"low_watermark_bytes":1000000}`: "low_watermark_bytes", `{"low_watermark_samples":1}`: "low_watermark_samples",
+	} {
+		if p := b.wants("invalid", "POST", "/v1/runs/r1/configure", body); p.Subject != subject {
+			t.Errorf("%s: about %q, want %q: %s", body, p.Subject, subject, p.Detail)
+		}
+	}
+	b.wants("not_found", "POST", "/v1/runs/nobody/configure", `{"reopen":true}`)
+	b.as.Role = "producer"
+	b.wants("denied", "POST", "/v1/runs/r1/configure", `{"reopen":true}`)
+}
