@@ -338,7 +338,7 @@ def test_a_mapping_ends_with_its_last_tensor_and_not_before(framework: Any, tmp_
 
 def test_over_a_read_only_buffer_numpy_is_read_only_and_torch_refuses(tmp_path: Path) -> None:
     data = bytes(joined({"x": np.arange(4)}))
-    x = decode(data, ["x"], "numpy")["x"]
+    x: Any = decode(data, ["x"], "numpy")["x"]
     assert not x.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         x[0] = 1
@@ -378,7 +378,7 @@ def test_a_buffer_with_holes_is_refused() -> None:
 def test_big_endian_arrays_are_converted() -> None:
     for name in ("int16", "float64", "uint32"):
         array = np.array([[1, 2], [3, 250]]).astype(np.dtype(name).newbyteorder(">"))
-        back = decode(joined({"x": array}), ["x"], "numpy")["x"]
+        back: Any = decode(joined({"x": array}), ["x"], "numpy")["x"]
         assert back.dtype == np.dtype(name)
         assert back.dtype.isnative
         assert back.tolist() == array.tolist()

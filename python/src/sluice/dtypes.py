@@ -136,7 +136,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise UnsupportedError(
             f"numpy {np.__version__} has no such dtype", op="dtype", subject=name, hint="install torch or ml_dtypes"
         ) from None
-    return np.dtype(getattr(extended, name))
+    dtype: np.dtype[Any] = np.dtype(getattr(extended, name))
+    return dtype
 
 
 def _entry(name: str) -> tuple[str, int]:
@@ -149,4 +150,4 @@ def _entry(name: str) -> tuple[str, int]:
 def _numpy_name(dtype: np.dtype[Any]) -> str | None:
     if dtype.fields is not None or dtype.subdtype is not None:
         return None
-    return dtype.name
+    return str(dtype.name)
