@@ -3,9 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from samples import fill, ids, put, tensors, wait_until
 
 import sluice
+
+from .samples import fill, ids, put, tensors, wait_until
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ class Run:
 
     def refresh(self) -> dict[str, Any]:
         """Ask for the spec again, which a reshape changes, and return it."""
-        self.spec = dict(self.client._t.call("GET", f"/v1/runs/{quote(self.run_id, safe='')}")["spec"])
+        self.spec.update(self.client._t.call("GET", f"/v1/runs/{quote(self.run_id, safe='')}")["spec"])
         return self.spec
 
     def reshape(self, ranks: int, per_rank: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from .store import RunStore, StoreHandle
 from .transport import SLICE_SECONDS, Cancel, Cancelled, Transport, new_id
 
 if TYPE_CHECKING:
-    from .collate import Tensor
+    from .tensorfile import Tensor
 
 log = logging.getLogger("sluice")
 
@@ -548,7 +549,8 @@ class Stream:
                 self._permits -= 1
             try:
                 made = self._make()
-            except BaseException as e:  # a function of the caller's; what it left behind is returned at close
+            except BaseException as e:  # also of a function of the caller's; what it left behind is returned at close
+                _clear(e)
                 made = _Made(error=e)
             with self._cv:
                 self._wait(False)
@@ -865,6 +867,13 @@ def _reason(cause: object) -> str:
     if isinstance(cause, BaseException) and not isinstance(cause, SluiceError):
         text = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
     return text.encode("utf-8", "replace")[:_REASON_BYTES].decode("utf-8", "ignore")
+
+
+def _clear(error: BaseException | None) -> None:
+    """Let go of the tensors that the frames of an error's tracebacks hold: their memory ends with the last of them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _cut_off(cause: SluiceError, run_id: str) -> SluiceError:
