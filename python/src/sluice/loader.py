@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from . import dtypes
 from .collate import Batch, CollateFunction, Collator, FinalNorm
 from .errors import ConflictError, InvalidError
 from .queue import Consumer
@@ -72,6 +73,7 @@ class Loader:
                 "ack", f'is "checkpoint", but the run {run.run_id!r} declares no steps a checkpoint, so nobody has checked that its caps hold the samples of so many steps',
                 "create the run with steps_per_checkpoint= (without windows samples_per_step= too), or let ack be next or step",
             )
+        dtypes.torch_module()  # here and now, if it is there: the first import takes long, and keeps for a while what its callers hold
         document = schema or spec.get("schema")
         if not document:
             raise _bad("schema", f"is missing: the run {run.run_id!r} is mixed and has none of its own", "give the document of the samples that the batches are made of")
