@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from .address import resolve
+from .address import Address, resolve
 from .errors import ConflictError, InvalidError, NotFoundError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from .collate import CollateFunction, FinalNorm
+    from .dataset import StreamDataset
     from .loader import Loader
     from .refs import SampleRef
     from .stats import Figures
@@ -39,10 +40,20 @@ class Client:
         self, url: str | None = None, *, state_dir: str | os.PathLike[str] | None = None, token: str | None = None, token_file: str | os.PathLike[str] | None = None,
         ca_file: str | os.PathLike[str] | None = None, http_only: bool = False, ranges: int = 4, patience: float = 120.0,
     ) -> None:
+        self._open(resolve(url, state_dir=state_dir, token=token, token_file=token_file, ca_file=ca_file), http_only, ranges, patience)
+
+    @classmethod
+    def _at(cls, address: Address, http_only: bool, ranges: int, patience: float) -> Client:
+        """A session of its own with the service of another client."""
+        client = cls.__new__(cls)
+        client._open(address, http_only, ranges, patience)
+        return client
+
+    def _open(self, address: Address, http_only: bool, ranges: int, patience: float) -> None:
         if not 1 <= ranges <= 64:
             raise InvalidError(f"is {ranges!r}, want 1 to 64", op="client", subject="ranges")
         self._http_only, self._ranges = http_only, ranges
-        self._t = Transport(resolve(url, state_dir=state_dir, token=token, token_file=token_file, ca_file=ca_file), patience=patience)
+        self._t = Transport(address, patience=patience)
         try:
             self.status()
         except BaseException:
@@ -206,6 +217,13 @@ class Run:
             incarnation=incarnation, members=members, member=member, timeout=timeout, progress=progress, final_norm=final_norm, skip=skip, max_skips=max_skips, schema=schema,
             renew_every=renew_every, max_idle=max_idle, patience=patience,
         )
+
+    def dataset(self, **options: Any) -> StreamDataset:
+        """A torch ``IterableDataset`` whose iterators are loaders with these arguments of :meth:`loader`: ``DataLoader(dataset, batch_size=None, collate_fn=dataset.whole)``. It may be
+        pickled; in a worker it opens a session of its own. UnsupportedError where torch is not installed."""
+        from .dataset import StreamDataset
+
+        return StreamDataset(self, options)
 
     def step(self) -> None:
         """:meth:`Loader.step` of all loaders of the run in this process, also of those whose loop has ended."""

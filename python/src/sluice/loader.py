@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import dtypes
 from .collate import Batch, CollateFunction, Collator, FinalNorm
+from .device import ring_for
 from .errors import ConflictError, InvalidError
 from .queue import Consumer
 from .refs import _is_id
@@ -80,7 +81,7 @@ class Loader:
         collator = Collator(document, collate, batch=batch, pad_to_multiple=pad_to_multiple, max_tokens=max_tokens, final_norm=final_norm)
         seconds = float(spec["visibility_timeout_seconds"])
         settings = Settings(
-            batch=batch, prefetch=prefetch, ack=ack, device=device, renew_every=seconds / 3 if renew_every is None else renew_every, max_idle=max_idle, patience=patience,
+            batch=batch, prefetch=prefetch, ack=ack, ring=ring_for(device, prefetch + 1), renew_every=seconds / 3 if renew_every is None else renew_every, max_idle=max_idle, patience=patience,
             skip=skip or passed_over, max_skips=max_skips, clock=clock,
         )
         from .client import consumer_name

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .collate import Batch, Collator, Identity, Sample
+from .device import DeviceRing, Transfer
 from .errors import ClosedError, CorruptError, InvalidError, NotFoundError, SchemaError, SluiceError, StaleError, TargetFaultError, UnavailableError, WaitTimeoutError, WedgedError
 from .queue import Consumer, Lease, RunQueue, Settlement, WindowSlot
 from .refs import SampleRef
@@ -48,7 +49,7 @@ class Settings:
     batch: int
     prefetch: int
     ack: str  # "next", "step" or "checkpoint"
-    device: Any
+    ring: DeviceRing | None  # to the device, if there is one
     renew_every: float
     max_idle: float
     patience: float
@@ -116,6 +117,7 @@ class _Made:
     """What the fetching thread hands over: a batch, an error, or the end."""
 
     batch: Batch | None = None
+    transfer: Transfer | None = None  # of a batch that is on its way to a device
     pieces: list[_Piece] = field(default_factory=list)
     error: BaseException | None = None
     end: bool = False
@@ -218,7 +220,7 @@ class Stream:
                         if not self._still_held(made.pieces):
                             self._drop(made.pieces)
                             continue
-                        return self._hand_out(made.batch, made.pieces)
+                        return self._hand_out(made.batch if made.transfer is None else made.transfer.take(), made.pieces)
                     if made.end:
                         with self._cv:
                             moved = made.moves != self._moves
@@ -342,6 +344,8 @@ class Stream:
                 raise self._unclosed("a call to the service has not ended")
             pieces = self._take_ahead() + self._current
             self._current = []
+            if self.settings.ring is not None:
+                self.settings.ring.close(_left(until))
             try:
                 self._settle_all(verdict, cause, until)
             except UnavailableError as e:
@@ -795,7 +799,22 @@ class Stream:
             self._free(pieces)  # everything was copied; the claim keeps the sample for another try
         with self._cv:
             self._counts.collate_seconds += time.monotonic() - begin
-        return _Made(batch, pieces)
+        return _Made(batch, self._send(batch, pieces), pieces)
+
+    def _send(self, batch: Batch, pieces: list[_Piece]) -> Transfer | None:
+        """Begin the way to the device. Pins are given up behind the copy's event."""
+        if self.settings.ring is None:
+            return None
+        sent = [_Piece(p.lease, None, p.handle) for p in pieces]
+        try:
+            transfer = self.settings.ring.put(batch, lambda: self._free(sent), timeout=self.settings.patience)
+        except BaseException:
+            self._free(pieces)
+            self._settle([p.lease.lease_id for p in pieces], "return")
+            raise
+        for p in pieces:
+            p.handle = None
+        return transfer
 
     # -- the renewing thread -------------------------------------------------------------------------------------------
 
