@@ -12,6 +12,7 @@ type Record struct {
 // Journal is where a queue writes what must survive. A queue without one lives in memory only.
 //
 // Append keeps order: records that are durable are those of a prefix of all that was appended, from which lazy ones may be missing.
+// A call whose context is done already changes nothing.
 // One writer owns a journal; a writer that was superseded gets ErrStale and must stop.
 type Journal interface {
 	// Append adds the records in order and returns when all that are not lazy are durable. Several goroutines may call it; a journal

@@ -73,7 +73,7 @@ func Run(t *testing.T, h Harness) {
 		{"an earlier writer is stale and nothing of it lands", fence},
 		{"a closed journal refuses everything", closed},
 		{"large records", large},
-		{"an append whose context is done appends nothing", cancelled},
+		{"an append or a compaction whose context is done changes nothing", cancelled},
 		{"an error of the reader stops the replay and is returned", readerFails},
 		{"a replay whose context is done stops", replayCancelled},
 		{"whatever happens in whatever order", anything},
@@ -581,6 +581,7 @@ func cancelled(b *bench) {
 	err := b.j.Append(ctx, []sluice.Record{record("never")})
 	b.is("append", err, context.Canceled)
 	b.append(record("after"))
+	b.is("compact", b.j.Compact(ctx, []sluice.Record{record("never")}), context.Canceled)
 	b.whole(b.kill(), []sluice.Record{record("after")})
 }
 

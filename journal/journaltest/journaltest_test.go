@@ -158,12 +158,15 @@ func (w *writer) Replay(ctx context.Context, f func(sluice.Record) error) error 
 	return nil
 }
 
-func (w *writer) Compact(_ context.Context, snapshot []sluice.Record) error {
+func (w *writer) Compact(ctx context.Context, snapshot []sluice.Record) error {
 	m := w.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if w.err != nil {
 		return w.err
+	}
+	if err := context.Cause(ctx); err != nil && m.fault != "compacts without a context" {
+		return err
 	}
 	if tooLarge(snapshot) && m.fault != "no limit" {
 		return sluice.ErrInvalid
@@ -217,7 +220,7 @@ func TestTheSuiteFindsFaults(t *testing.T) {
 	}
 	t.Parallel()
 	for _, fault := range []string{
-		"no fence", "kill loses", "never dies", "goes on", "ignores the context", "ignores the reader", "no limit", "keeps memory", "forgets lazy",
+		"no fence", "kill loses", "never dies", "goes on", "ignores the context", "compacts without a context", "ignores the reader", "no limit", "keeps memory", "forgets lazy",
 		"drops lazy", "reverses", "lazy later", "half a record", "twice", "purges first", "compaction keeps the old", "never closes",
 	} {
 		t.Run(strings.ReplaceAll(fault, " ", "_"), func(t *testing.T) {

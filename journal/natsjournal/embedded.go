@@ -42,14 +42,7 @@ func (js *Journals) embed(ctx context.Context) (*line, error) {
 	}
 	if err := ear.fatal(); err != nil || !srv.JetStreamEnabled() {
 		stop()
-		kind := sluice.Unavailable
-		switch {
-		case noSpace(err):
-			kind = sluice.NoSpace
-		case errors.Is(err, os.ErrPermission):
-			kind = sluice.Denied
-		}
-		return nil, failBy(err, kind, "open", js.dir, "the server does not start")
+		return nil, failBy(err, kindOf(err), "open", js.dir, "the server does not start")
 	}
 	l, err := js.connect("", nats.InProcessServer(srv))
 	if err != nil {
@@ -58,11 +51,7 @@ func (js *Journals) embed(ctx context.Context) (*line, error) {
 	}
 	l.stop = stop
 	ear.onBroken(func(err error) {
-		kind := sluice.Unavailable
-		if noSpace(err) {
-			kind = sluice.NoSpace
-		}
-		l.end(failBy(err, kind, "append", js.dir, "the server can't write; open the journal again when it can"))
+		l.end(failBy(err, kindOf(err), "append", js.dir, "the server can't write; open the journal again when it can"))
 	})
 	if err := js.checkStreams(ctx, l); err != nil {
 		l.close(err)
@@ -71,7 +60,8 @@ func (js *Journals) embed(ctx context.Context) (*line, error) {
 	return l, nil
 }
 
-// checkStreams finds the journals that were acknowledged and that the server did not take up: it says nothing of those, and starts as if they had never been.
+// checkStreams finds the journals that were acknowledged and that the server did not take up: it says nothing of those, and starts as if they had never been. What it did not
+// take up and nobody acknowledged is left of a journal in whose making or deleting the process died; a new one of that name would begin with its messages.
 func (js *Journals) checkStreams(ctx context.Context, l *line) error {
 	names, err := js.list(ctx, l)
 	if err != nil {
@@ -104,6 +94,21 @@ func (js *Journals) checkStreams(ctx context.Context, l *line) error {
 			return err
 		}
 	}
+	root = filepath.Dir(js.streamDir(""))
+	if entries, err = os.ReadDir(root); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return dirError(err, root, "can't be read")
+	}
+	for _, e := range entries {
+		name, ok := strings.CutPrefix(e.Name(), js.stream(""))
+		name = fromStream.Replace(name)
+		if !ok || slices.Contains(names, name) || l.damaged[name] != nil {
+			continue
+		}
+		js.opts.Logger.Warn("what is left of a journal that was not wholly made or deleted is removed", "dir", js.streamDir(name))
+		if err := os.RemoveAll(js.streamDir(name)); err != nil {
+			return dirError(err, js.streamDir(name), "can't be removed")
+		}
+	}
 	return nil
 }
 
@@ -113,18 +118,18 @@ func (js *Journals) streamDir(name string) string {
 }
 
 func dirError(err error, path, detail string) error {
-	kind := sluice.Unavailable
-	switch {
-	case noSpace(err):
-		kind = sluice.NoSpace
-	case errors.Is(err, os.ErrPermission):
-		kind = sluice.Denied
-	}
-	return failBy(err, kind, "open", path, "%s", detail)
+	return failBy(err, kindOf(err), "open", path, "%s", detail)
 }
 
-func noSpace(err error) bool {
-	return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT)
+// kindOf is the kind of an error of the file system.
+func kindOf(err error) sluice.Kind {
+	switch {
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return sluice.NoSpace
+	case errors.Is(err, os.ErrPermission):
+		return sluice.Denied
+	}
+	return sluice.Unavailable
 }
 
 // ear is the server's logger: errors go on, and what the server says of itself and tells no caller is taken from them.
@@ -144,7 +149,15 @@ func (e *ear) Debugf(string, ...any)  {}
 func (e *ear) Tracef(string, ...any)  {}
 
 // Warnf is quiet: after a kill the server warns of what it mends.
-func (e *ear) Warnf(format string, v ...any) { e.log.Debug(fmt.Sprintf(format, v...)) }
+func (e *ear) Warnf(format string, v ...any) {
+	e.log.Debug(fmt.Sprintf(format, v...))
+	e.listen(format, v)
+}
+
+func (e *ear) Errorf(format string, v ...any) {
+	e.log.Error(fmt.Sprintf(format, v...))
+	e.listen(format, v)
+}
 
 func (e *ear) Fatalf(format string, v ...any) {
 	e.log.Error(fmt.Sprintf(format, v...))
@@ -153,10 +166,9 @@ func (e *ear) Fatalf(format string, v ...any) {
 	e.mu.Unlock()
 }
 
-// Errorf also looks for a write that failed: the server then answers no publish to the stream until it is started again.
-func (e *ear) Errorf(format string, v ...any) {
-	e.log.Error(fmt.Sprintf(format, v...))
-	if !strings.Contains(format, "critical write error") {
+// listen looks for a write that failed. The server then answers no publish to the stream until it is started again, or, if it was not allowed to write, none at all.
+func (e *ear) listen(format string, v []any) {
+	if !strings.Contains(format, "critical write error") && !strings.Contains(format, "disabling JetStream") {
 		return
 	}
 	for _, a := range v {

@@ -346,6 +346,16 @@ func TestATokenThatIsWrongIsDenied(t *testing.T) {
 	js.Close()
 }
 
+func TestAURLThatIsNoneIsRefusedWithoutItsPassword(t *testing.T) {
+	t.Parallel()
+	for _, url := range []string{"nats://u:the secret@127.0.0.1:1", "nats://u:%secret@127.0.0.1:1", "nats://u:secret@127.0.0.1:1,nats://u:secret@[::1"} {
+		_, err := Connect(t.Context(), url, nil)
+		if !errors.Is(err, sluice.ErrInvalid) || strings.Contains(err.Error(), "secret") {
+			t.Errorf("%s: %v, want invalid, without the password", url, err)
+		}
+	}
+}
+
 func TestReplicasNeedACluster(t *testing.T) {
 	t.Parallel()
 	srv := startServer(t, nil)
@@ -401,7 +411,7 @@ func TestAnAccountThatIsFullIsNoSpace(t *testing.T) {
 
 func TestOptionsAreChecked(t *testing.T) {
 	t.Parallel()
-	for _, o := range []Options{{Prefix: "a.b"}, {Prefix: strings.Repeat("x", 33)}, {Durability: 7}, {Replicas: 3}, {Token: "t"}, {Lapse: -1}} {
+	for _, o := range []Options{{Prefix: "a.b"}, {Prefix: strings.Repeat("x", 33)}, {Durability: 7}, {Replicas: 3}, {Token: "t"}, {Lapse: -1}, {Lapse: 2}} {
 		if _, err := Open(t.Context(), t.TempDir(), &o); !errors.Is(err, sluice.ErrInvalid) {
 			t.Errorf("open with %+v: %v", o, err)
 		}
@@ -548,6 +558,34 @@ func TestADamagedJournalCanBeDeletedAndHarmsNoOther(t *testing.T) {
 		t.Errorf("the bad one, made again: %q, %v", got, err)
 	}
 	mustAppend(t, j, "z")
+}
+
+// The server begins to delete by taking the description away. A death right then must not give the old messages to the next journal of the name.
+func TestADeathInADeletionLeavesNothingToTheNextJournalOfTheName(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	js := mustOpen(t, dir, nil)
+	mustAppend(t, mustJournal(t, js, "a:1"), "old", "older")
+	mustAppend(t, mustJournal(t, js, "b"), "stays")
+	stream, acked := js.streamDir("a:1"), js.ackedPath("a:1")
+	if err := js.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range []string{acked, filepath.Join(stream, "meta.inf")} { // in this order
+		if err := os.Remove(file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	js = mustOpen(t, dir, nil)
+	if names, err := js.List(t.Context()); err != nil || !slices.Equal(names, []string{"b"}) {
+		t.Errorf("%q, %v", names, err)
+	}
+	if got, err := contents(mustJournal(t, js, "a:1")); err != nil || len(got) > 0 {
+		t.Errorf("a new journal holds %q, %v", got, err)
+	}
+	if got, err := contents(mustJournal(t, js, "b")); err != nil || !slices.Equal(got, []string{"stays"}) {
+		t.Errorf("the other one holds %q, %v", got, err)
+	}
 }
 
 // A death in the middle of the making of a journal leaves none, and no damage.

@@ -115,3 +115,65 @@ func fullDisk(t *testing.T, dir string) {
 		t.Error(err)
 	}
 }
+
+const deniedEnv = "SLUICE_NATSJOURNAL_DENIED"
+
+// A directory in which the server may not make files any more fails the append as what it is, and when it may again the journal goes on. The server itself gives up for good.
+func TestADirectoryThatMayNotBeWrittenTo(t *testing.T) {
+	if dir := os.Getenv(deniedEnv); dir != "" {
+		denied(t, dir)
+		return
+	}
+	t.Parallel()
+	cmd := exec.Command(os.Args[0], "-test.run=^TestADirectoryThatMayNotBeWrittenTo$", "-test.v") // which stops being root
+	cmd.Env = append(os.Environ(), deniedEnv+"="+t.TempDir())
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+}
+
+func denied(t *testing.T, dir string) {
+	if os.Getuid() == 0 {
+		const nobody = 65534
+		if err := errors.Join(os.Chmod(filepath.Dir(dir), 0o711), os.Chown(dir, nobody, nobody), syscall.Setgid(nobody), syscall.Setuid(nobody)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	js := mustOpen(t, filepath.Join(dir, "journal"), nil)
+	j := mustJournal(t, js, "a")
+	messages := filepath.Join(js.streamDir("a"), "msgs")
+	if err := os.Chmod(messages, 0o500); err != nil {
+		t.Fatal(err)
+	}
+	var want []string
+	for { // until the server wants another file
+		if len(want) == 100 {
+			t.Fatal("40 MB need no other file")
+		}
+		data := fmt.Sprint(len(want), strings.Repeat("x", 400_000))
+		begin := time.Now()
+		err := j.Append(t.Context(), []sluice.Record{{Data: []byte(data)}})
+		if err == nil {
+			want = append(want, data)
+			continue
+		}
+		if !errors.Is(err, sluice.ErrDenied) {
+			t.Fatalf("append %d: %v, want denied", len(want), err)
+		}
+		if d := time.Since(begin); d > askAgain/2 {
+			t.Errorf("it took %v to say so", d)
+		}
+		break
+	}
+	if err := os.Chmod(messages, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	j = mustJournal(t, js, "a")
+	if got, err := contents(j); err != nil || !slices.Equal(got, want) {
+		t.Fatalf("%d of %d records came back, %v", len(got), len(want), err)
+	}
+	mustAppend(t, j, "goes on")
+	if err := js.Close(); err != nil {
+		t.Error(err)
+	}
+}

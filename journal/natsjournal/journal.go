@@ -53,6 +53,7 @@ type journal struct {
 	timer   *time.Timer // company's
 	touched bool        // something was appended
 	broken  error
+	told    bool // somebody has heard of that
 	closed  bool
 
 	// The writing goroutine's; before and after it the opener's and the closer's.
@@ -108,12 +109,16 @@ func (j *journal) claim(ctx context.Context) error {
 // takeOver writes our claim behind whatever there is, and finds where a replay begins.
 func (j *journal) takeOver(ctx context.Context) error {
 	var st jetstream.StreamState
-	for tries := 0; ; tries++ {
+	for deadline := time.Now().Add(j.js.opts.Patience); ; {
 		var err error
 		if st, err = j.state(ctx, "open"); err != nil {
 			return err
 		}
 		if err := j.acked.check(st.LastSeq, j.js.opts); err != nil {
+			return err
+		}
+		// In this order: who takes the prefix over from now on finds the stream and takes the place that we ask for.
+		if err := j.line.mine(ctx); err != nil {
 			return err
 		}
 		j.seq = st.LastSeq
@@ -122,7 +127,7 @@ func (j *journal) takeOver(ctx context.Context) error {
 		if err == nil {
 			break
 		}
-		if !errors.Is(err, sluice.ErrStale) || tries == 10 || j.line.cause() != nil {
+		if !errors.Is(err, sluice.ErrStale) || j.line.cause() != nil || ctx.Err() != nil || time.Now().After(deadline) {
 			return err
 		}
 		// Whoever writes has written meanwhile. Sooner or later it finds its place taken.
@@ -259,6 +264,11 @@ func (j *journal) tail(size int) *batch {
 func (j *journal) wait(ctx context.Context, b *batch, op string) error {
 	select {
 	case <-b.done:
+		if b.err != nil {
+			j.mu.Lock()
+			j.told = true
+			j.mu.Unlock()
+		}
 		return b.err
 	case <-ctx.Done():
 		return failBy(context.Cause(ctx), sluice.Unavailable, op, j.name, "it may or may not be there")
@@ -269,6 +279,7 @@ func (j *journal) wait(ctx context.Context, b *batch, op string) error {
 func (j *journal) refusal(op string) error {
 	switch {
 	case j.broken != nil:
+		j.told = true
 		return j.broken
 	case j.closed:
 		return fail(sluice.Closed, op, j.name, "the journal is closed")
@@ -285,7 +296,11 @@ func (j *journal) Compact(ctx context.Context, snapshot []sluice.Record) error {
 		}
 	}
 	j.mu.Lock()
-	if err := j.refusal("compact"); err != nil {
+	err := j.refusal("compact")
+	if err == nil && ctx.Err() != nil {
+		err = failBy(context.Cause(ctx), sluice.Unavailable, "compact", j.name, "nothing was written")
+	}
+	if err != nil {
 		j.mu.Unlock()
 		return err
 	}
@@ -493,7 +508,7 @@ func (j *journal) stale() error {
 	return fail(sluice.Stale, "append", j.name, "another writer has opened the journal")
 }
 
-// Close implements [sluice.Journal]: it writes what still waits and then refuses everything.
+// Close implements [sluice.Journal]: it writes what still waits and then refuses everything. What failed and nobody has heard of yet, since it was lazy, is its error.
 func (j *journal) Close() error {
 	j.mu.Lock()
 	if j.closed {
@@ -501,17 +516,16 @@ func (j *journal) Close() error {
 		return nil
 	}
 	j.closed = true
-	was := j.broken
 	j.start()
 	j.mu.Unlock()
 	j.settle()
 	j.js.forget(j)
 	j.mu.Lock()
 	err := j.broken
-	j.mu.Unlock()
-	if was != nil {
-		err = nil // they have heard of it
+	if j.told {
+		err = nil
 	}
+	j.mu.Unlock()
 	return errors.Join(err, j.acked.close())
 }
 
@@ -529,7 +543,7 @@ func (j *journal) settle() {
 func (j *journal) fail(err error) {
 	j.mu.Lock()
 	if j.broken == nil {
-		j.broken = err
+		j.broken, j.told = err, true
 	}
 	j.mu.Unlock()
 }

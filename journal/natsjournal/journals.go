@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -36,8 +37,9 @@ type line struct {
 	end   context.CancelCauseFunc
 	nc    *nats.Conn
 	js    jetstream.JetStream
-	owned func() // gives up the ownership at a server elsewhere
-	stop  func() // of the embedded server
+	held  *holder // of the ownership at a server elsewhere
+	owned func()  // gives it up
+	stop  func()  // of the embedded server
 
 	patience time.Duration
 	mu       sync.Mutex
@@ -78,6 +80,14 @@ func (l *line) call(ctx context.Context, op, name string, ask func(ctx context.C
 		}
 		l.sleep(ctx, pause)
 	}
+}
+
+// mine makes sure that nobody has taken over: an owner that was asleep may not know yet. Over the embedded server there is a lock.
+func (l *line) mine(ctx context.Context) error {
+	if l.held == nil {
+		return nil
+	}
+	return l.held.check(ctx)
 }
 
 // once bounds one question.
@@ -146,12 +156,12 @@ func Open(ctx context.Context, dir string, opts *Options) (*Journals, error) {
 
 // Connect uses the JetStream server, or servers, at the URL: nats://host:4222, tls://host:4222, several with commas between. It waits for the lapse of an owner that has
 // fallen silent, and refuses (ErrConflict) as soon as one is seen alive. Lost connections come back by themselves.
-func Connect(ctx context.Context, url string, opts *Options) (*Journals, error) {
+func Connect(ctx context.Context, urls string, opts *Options) (*Journals, error) {
 	o, err := opts.resolve("connect", true)
 	if err != nil {
 		return nil, err
 	}
-	js := &Journals{opts: o, url: url, owner: newOwner(), open: map[string]*journal{}}
+	js := &Journals{opts: o, url: urls, owner: newOwner(), open: map[string]*journal{}}
 	if js.line, err = js.dial(ctx); err != nil {
 		return nil, err
 	}
@@ -162,7 +172,7 @@ func Connect(ctx context.Context, url string, opts *Options) (*Journals, error) 
 func (js *Journals) Owner() Owner { return js.owner }
 
 // connect makes a line over a connection with the given options.
-func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
+func (js *Journals) connect(urls string, more ...nats.Option) (*line, error) {
 	log := js.opts.Logger
 	l := &line{patience: js.opts.Patience}
 	l.ctx, l.end = context.WithCancelCause(context.Background())
@@ -185,12 +195,12 @@ func (js *Journals) connect(url string, more ...nats.Option) (*line, error) {
 		}),
 	}, more...)
 	var err error
-	if l.nc, err = nats.Connect(url, options...); err != nil {
+	if l.nc, err = nats.Connect(urls, options...); err != nil {
 		l.end(err)
 		return nil, err
 	}
 	if l.nc.MaxPayload() < 2*headRoom {
-		err = fail(sluice.Unsupported, "connect", redact(url), "the server takes messages of %d bytes, at least %d are needed", l.nc.MaxPayload(), 2*headRoom)
+		err = fail(sluice.Unsupported, "connect", redact(urls), "the server takes messages of %d bytes, at least %d are needed", l.nc.MaxPayload(), 2*headRoom)
 	} else {
 		l.js, err = jetstream.New(l.nc)
 	}
@@ -215,7 +225,11 @@ func (js *Journals) dial(ctx context.Context) (*line, error) {
 	l, err := js.connect(js.url, more...)
 	if err != nil {
 		kind := sluice.Unavailable
-		if errors.Is(err, nats.ErrAuthorization) || errors.Is(err, nats.ErrAuthExpired) {
+		var bad *url.Error
+		switch {
+		case errors.As(err, &bad): // its text has the whole URL in it, with the password
+			return nil, fail(sluice.Invalid, "connect", redact(js.url), "is no URL of a server, want nats://host:4222 or tls://host:4222")
+		case errors.Is(err, nats.ErrAuthorization), errors.Is(err, nats.ErrAuthExpired):
 			kind = sluice.Denied
 		}
 		return nil, failBy(err, kind, "connect", redact(js.url), "no connection")
@@ -228,8 +242,8 @@ func (js *Journals) dial(ctx context.Context) (*line, error) {
 }
 
 // redact takes passwords out of a URL that goes into a message.
-func redact(url string) string {
-	parts := strings.Split(url, ",")
+func redact(urls string) string {
+	parts := strings.Split(urls, ",")
 	for i, p := range parts {
 		scheme, rest, ok := strings.Cut(p, "://")
 		if !ok {
@@ -350,6 +364,9 @@ func (js *Journals) Delete(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
+	if err := l.mine(ctx); err != nil {
+		return err
+	}
 	js.mu.Lock()
 	j := js.open[name]
 	delete(js.open, name)
@@ -395,9 +412,14 @@ func (js *Journals) Close() error {
 	if closed {
 		return nil
 	}
-	var errs []error
+	// At once: each waits for a server that is away as long as its patience lasts.
+	failed := make(chan error, len(open))
 	for _, j := range open {
-		errs = append(errs, j.Close())
+		go func() { failed <- j.Close() }()
+	}
+	var errs []error
+	for range open {
+		errs = append(errs, <-failed)
 	}
 	js.line.close(fail(sluice.Closed, "append", "", "the journals are closed"))
 	if js.lock != nil {

@@ -100,6 +100,17 @@ func TestPiecesThatDoNotFitAreRefused(t *testing.T) {
 	}
 }
 
+// The server names the last snapshot. Were it to name an earlier one, or none, what the last one replaces must not be taken for what is before it.
+func TestASnapshotThatTheServerDidNotNameIsDamage(t *testing.T) {
+	t.Parallel()
+	for _, named := range []uint64{0, 1} {
+		r := reader{snapshot: named, f: func(sluice.Record) error { return nil }}
+		if err := r.take(message{kind: kindSnapshot, seq: 2, body: appendRecord(nil, record(false, "x"))}); err == nil {
+			t.Errorf("the end of a snapshot at 2 is taken, and %d was named", named)
+		}
+	}
+}
+
 func TestPiecesWithoutAnEndDoNotCount(t *testing.T) {
 	t.Parallel()
 	whole := appendRecord(nil, record(true, "whole"))
@@ -138,7 +149,7 @@ func FuzzRecords(f *testing.F) {
 		}
 		// In pieces it reads the same.
 		var inPieces []sluice.Record
-		r := reader{snapshot: 100, f: func(r sluice.Record) error { inPieces = append(inPieces, r); return nil }}
+		r := reader{snapshot: 2, f: func(r sluice.Record) error { inPieces = append(inPieces, r); return nil }}
 		at := 0
 		if len(data) > 0 {
 			at = int(uint(cut) % uint(len(data)))

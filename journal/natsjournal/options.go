@@ -35,7 +35,7 @@ type Options struct {
 	Token           string
 	CAFile          string
 
-	// Lapse is how long an owner at a server elsewhere may be silent before another may take over. 5 s if 0. Connect only.
+	// Lapse is how long an owner at a server elsewhere may be silent before another may take over, 100 ms or more. 5 s if 0. Connect only.
 	Lapse time.Duration
 
 	// Patience is how long an append tries again while the server does not answer. 30 s if 0.
@@ -47,6 +47,9 @@ type Options struct {
 	// step is called between the steps of an append and a compaction, and before an owner renews its record, for tests that play a death or a sleep.
 	step func(what string) error
 }
+
+// shortestLapse is one in which an owner can still renew its record.
+const shortestLapse = 100 * time.Millisecond
 
 func (o *Options) resolve(op string, elsewhere bool) (Options, error) {
 	var r Options
@@ -80,8 +83,8 @@ func (o *Options) resolve(op string, elsewhere bool) (Options, error) {
 		return r, fail(sluice.Invalid, op, "", "credentials, token, certificates and replicas are for a server elsewhere")
 	case r.Replicas < 1 || r.Replicas > 5:
 		return r, fail(sluice.Invalid, op, "", "replicas is %d, want 1 to 5", r.Replicas)
-	case r.Lapse < 0 || r.Patience < 0:
-		return r, fail(sluice.Invalid, op, "", "lapse %v and patience %v want to be more than 0", r.Lapse, r.Patience)
+	case r.Lapse < shortestLapse || r.Patience < 0:
+		return r, fail(sluice.Invalid, op, "", "lapse %v wants to be at least %v, and patience %v more than 0", r.Lapse, shortestLapse, r.Patience)
 	}
 	return r, nil
 }

@@ -78,6 +78,7 @@ func (js *Journals) own(ctx context.Context, l *line) error {
 	if err != nil {
 		return err
 	}
+	l.held = h
 	stop, done := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(done)
@@ -177,9 +178,32 @@ func (h *holder) put(ctx context.Context, seq uint64) error {
 		h.seq = m.Sequence // an earlier record of ours whose reply was lost
 		return h.line.explain(err, "own", prefix)
 	case m.Sequence != seq:
-		return fail(sluice.Stale, "append", prefix, "%v has taken over", last.Owner)
+		return h.superseded(last)
 	}
 	return h.line.explain(err, "own", prefix)
+}
+
+// check makes sure that the last record is ours. It may be called while another goroutine renews.
+func (h *holder) check(ctx context.Context) error {
+	prefix := h.js.opts.Prefix
+	return h.line.call(ctx, "own", prefix, func(ctx context.Context) error {
+		m, err := h.stream.GetLastMsgForSubject(ctx, prefix+".owner")
+		if err != nil {
+			return err
+		}
+		var last tenure
+		if err := json.Unmarshal(m.Data, &last); err != nil {
+			return failBy(err, sluice.Corrupt, "own", prefix, "the owner's record can't be read")
+		}
+		if last.ID != h.js.owner.ID {
+			h.line.end(h.superseded(last))
+		}
+		return h.line.cause()
+	})
+}
+
+func (h *holder) superseded(by tenure) error {
+	return fail(sluice.Stale, "append", h.js.opts.Prefix, "%v has taken over", by.Owner)
 }
 
 func (h *holder) renew(stop <-chan struct{}) {
@@ -218,7 +242,11 @@ func (h *holder) release() {
 	h.me.Released = true
 	ctx, cancel := context.WithTimeout(context.Background(), h.js.opts.Lapse)
 	defer cancel()
-	if err := h.put(ctx, h.seq); err != nil {
+	err := h.put(ctx, h.seq)
+	if err != nil && !errors.Is(err, sluice.ErrStale) {
+		err = h.put(ctx, h.seq) // behind a renewal that was cut off and has arrived all the same
+	}
+	if err != nil {
 		h.js.opts.Logger.Warn("the ownership of the journals could not be given up", "err", err)
 	}
 }

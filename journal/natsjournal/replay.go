@@ -3,6 +3,7 @@ package natsjournal
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
@@ -26,29 +27,15 @@ func (j *journal) Replay(ctx context.Context, f func(sluice.Record) error) error
 	if err != nil {
 		return err
 	}
-	consumer, err := j.stream.OrderedConsumer(ctx, jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: j.begin, InactiveThreshold: j.js.opts.Patience})
-	if err != nil {
-		return j.line.explain(err, "replay", j.name)
-	}
-	messages, err := consumer.Messages(jetstream.PullMaxMessagesWithBytesLimit(fetchMessages, fetchBytes))
-	if err != nil {
-		return j.line.explain(err, "replay", j.name)
-	}
-	defer messages.Stop()
+	from := source{j: j}
+	defer from.stop()
 	r := reader{snapshot: j.snapshot, f: f}
 	for seq := j.begin; seq <= j.end; seq++ {
-		msg, err := j.next(ctx, messages, seq)
+		data, err := from.next(ctx, seq)
 		if err != nil {
 			return err
 		}
-		meta, err := msg.Metadata()
-		if err != nil {
-			return j.corrupt("replay", "the server sent something that is no message of a stream: %v", err)
-		}
-		if meta.Sequence.Stream != seq {
-			return j.corrupt("replay", "message %d is missing; the next is %d", seq, meta.Sequence.Stream)
-		}
-		m, err := parse(msg.Data())
+		m, err := parse(data)
 		if err == nil && m.seq != seq {
 			err = errors.New("belongs elsewhere")
 		}
@@ -65,26 +52,74 @@ func (j *journal) Replay(ctx context.Context, f func(sluice.Record) error) error
 	return nil
 }
 
-// next waits for the next message as long as the server can say that there is one.
-func (j *journal) next(ctx context.Context, messages jetstream.MessagesContext, seq uint64) (jetstream.Msg, error) {
+// source is where a replay gets its messages: a consumer of the stream, and another one from the same place where that breaks off. The client's own ordered consumer would
+// do that too, but for ever, and without heeding a context.
+type source struct {
+	j        *journal
+	messages jetstream.MessagesContext
+}
+
+// next returns the message at seq, and waits for it as long as the patience lasts and the server can say that there is one.
+func (s *source) next(ctx context.Context, seq uint64) ([]byte, error) {
+	j := s.j
 	deadline := time.Now().Add(j.js.opts.Patience)
-	for {
-		once, cancel := j.line.once(ctx)
-		msg, err := messages.Next(jetstream.NextContext(once))
-		cancel()
+	for pause := 10 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		data, err := s.ask(ctx, seq)
 		if err == nil {
-			return msg, nil
+			return data, nil
 		}
 		if why := j.line.cause(); why != nil {
 			return nil, why
 		}
-		if ctx.Err() != nil || time.Now().After(deadline) || errors.Is(err, jetstream.ErrMsgIteratorClosed) {
+		// Is the server slow, or can it not read the message?
+		once, cancel := j.line.once(ctx)
+		_, gone := j.stream.GetMsg(once, seq)
+		cancel()
+		if errors.Is(gone, jetstream.ErrMsgNotFound) {
+			return nil, failBy(err, sluice.Corrupt, "replay", j.name, "message %d is missing or can't be read", seq)
+		}
+		if ctx.Err() != nil || time.Now().After(deadline) {
 			return nil, j.line.explain(err, "replay", j.name)
 		}
-		// Is the server slow, or can it not read the message?
-		if _, err := j.stream.GetMsg(ctx, seq); errors.Is(err, jetstream.ErrMsgNotFound) {
-			return nil, j.corrupt("replay", "message %d can't be read", seq)
+		s.stop()
+		j.line.sleep(ctx, pause)
+	}
+}
+
+func (s *source) ask(ctx context.Context, seq uint64) ([]byte, error) {
+	once, cancel := s.j.line.once(ctx)
+	defer cancel()
+	if s.messages == nil {
+		consumer, err := s.j.stream.CreateConsumer(once, jetstream.ConsumerConfig{
+			DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: seq, AckPolicy: jetstream.AckNonePolicy,
+			MemoryStorage: true, Replicas: 1, InactiveThreshold: s.j.js.opts.Patience,
+		})
+		if err != nil {
+			return nil, err
 		}
+		if s.messages, err = consumer.Messages(jetstream.PullMaxMessagesWithBytesLimit(fetchMessages, fetchBytes)); err != nil {
+			return nil, err
+		}
+	}
+	msg, err := s.messages.Next(jetstream.NextContext(once))
+	if err != nil {
+		return nil, err
+	}
+	meta, err := msg.Metadata()
+	if err != nil {
+		return nil, err
+	}
+	if meta.Sequence.Stream != seq {
+		return nil, fmt.Errorf("message %d came instead", meta.Sequence.Stream)
+	}
+	return msg.Data(), nil
+}
+
+// stop lets go of the consumer, which the server forgets after a while.
+func (s *source) stop() {
+	if s.messages != nil {
+		s.messages.Stop()
+		s.messages = nil
 	}
 }
 
@@ -118,6 +153,9 @@ func (r *reader) take(m message) error {
 	}
 	if m.parts != r.parts {
 		return errors.New("lacks pieces")
+	}
+	if m.kind == kindSnapshot && m.seq != r.snapshot { // it replaces what was read already
+		return errors.New("is the end of a later snapshot than the server named")
 	}
 	if r.carry == nil {
 		r.carry = m.body
