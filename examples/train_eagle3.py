@@ -10,23 +10,27 @@ the target for training, only its frozen head. Needs torch 1.13 or newer, safete
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import json
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import sluice
 from eagle3 import draft as drafts
 from eagle3.prompts import Row, collate, contexts, rows, sample, sample_bytes
 from eagle3.speculate import Chain, Drafter, Unigram, decode
 from eagle3.target import ONEDNN, Target
+from sluice.loader import Loader
 
 ROOT = Path(__file__).resolve().parents[1]
 DECAY = 0.8  # weight of a training-time-test step's loss against the one before it
@@ -39,14 +43,15 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--colocated", action="store_true", help="run the target in the trainer instead of streaming")
     p.add_argument("--out", type=Path, default=Path("eagle3-out"), help="folder for the draft, report.json and the pictures")
     p.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    p.add_argument("--batch", type=int, default=8, help="samples a step")
+    p.add_argument("--batch", type=int, default=4, help="samples a step")
     p.add_argument("--ttt", type=int, default=4, help="training-time-test steps")
     p.add_argument("--chain", type=int, default=4, help="tokens that the draft proposes a pass of the target")
     p.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    p.add_argument("--decode", type=int, default=64, help="tokens to decode for each held-out prompt at the end")
     p.add_argument("--reply", type=int, default=128, help="tokens of a reply at most")
     p.add_argument("--context", type=int, default=128, help="tokens of a prompt at most; longer ones are left out")
     p.add_argument("--evals", type=int, default=8, help="evaluations while it trains")
-    p.add_argument("--held-out", type=int, default=24, help="held-out prompts to evaluate on")
+    p.add_argument("--held-out", type=int, default=16, help="held-out prompts to evaluate on")
     p.add_argument("--seed", type=int, default=1, help="of prompts, replies and the draft's first weights")
     p.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     p.add_argument("--max-bytes", type=int, default=32 << 20, help="cap of the stream's store")
@@ -56,7 +61,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--model", type=Path, default=ROOT / "target/tinyllama/austen", help="folder of the target")
     p.add_argument("--prompts", type=Path, default=ROOT / "internal/demo/prompts.jsonl", help="conversations, one a line")
     args = p.parse_args(argv)
-    for name in ("steps", "batch", "ttt", "chain", "reply", "context", "evals", "held_out", "threads", "max_bytes"):
+    for name in ("steps", "batch", "ttt", "chain", "decode", "reply", "context", "evals", "held_out", "threads", "max_bytes"):
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, want 1 or more")
     return args
@@ -69,7 +74,8 @@ def prompts(args: argparse.Namespace, held_out: bool) -> list[list[int]]:
 
 def stream_of_rows(args: argparse.Namespace, target: Target) -> Iterator[tuple[int, Row]]:
     """The rows of the whole training, in order. Producer and --colocated take them from here, and so train on the same ones."""
-    yield from zip(range(args.steps * args.batch), rows(target, prompts(args, held_out=False), args.seed, args.reply))
+    every = rows(target, prompts(args, held_out=False), args.seed, args.reply)
+    yield from itertools.islice(enumerate(every), args.steps * args.batch)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -98,7 +104,7 @@ class Trainer:
         samples = [sample(target, next(held_out)) for _ in range(args.held_out)]
         self.held_out = [collate(samples[i : i + 8]) for i in range(0, len(samples), 8)]
 
-    def step(self, batch: dict[str, Tensor]) -> None:
+    def step(self, batch: Mapping[str, Tensor]) -> None:
         """One optimizer step."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(len(self.losses), self.args)
@@ -117,13 +123,15 @@ class Trainer:
         loss = f"loss {sum(self.losses[-1]) / self.args.ttt:.3f}, " if self.losses else ""
         print(f"step {step}: {loss}held-out agreement {' '.join(f'{a:.3f}' for a in self.agreement[step])}", flush=True)
 
-    def train(self, batches: Iterator[dict[str, Tensor]], settle: Callable[[], None]) -> None:
+    def train(self, batches: Iterator[Mapping[str, Tensor]], settle: Callable[[], None]) -> None:
         """All steps; settle is called behind each, when the batch has been trained on."""
         every = max(1, self.args.steps // self.args.evals)
         self.evaluate()
         for _ in range(self.args.steps):
             began = time.perf_counter()
-            batch = next(batches)
+            batch = next(batches, None)
+            if batch is None:
+                raise RuntimeError(f"the batches ended behind step {len(self.losses)} of {self.args.steps}")
             got = time.perf_counter()
             self.step(batch)
             settle()
@@ -133,7 +141,7 @@ class Trainer:
                 self.evaluate()
 
 
-def colocated(args: argparse.Namespace, target: Target) -> Iterator[dict[str, Tensor]]:
+def colocated(args: argparse.Namespace, target: Target) -> Iterator[Mapping[str, Tensor]]:
     """The batches of the stream, made here."""
     waiting = []
     for _, row in stream_of_rows(args, target):
@@ -143,9 +151,74 @@ def colocated(args: argparse.Namespace, target: Target) -> Iterator[dict[str, Te
             waiting = []
 
 
+def produce(args: argparse.Namespace, target: Target) -> None:
+    """The producer's process: streams the samples of all rows, and says what each is. Room is waited for before the target runs."""
+    weights = hashlib.sha256((args.model / "model.safetensors").read_bytes()).hexdigest()
+    attributes = {"shift": "0", "last_norm": "post", "aux_layers": "hf:" + ",".join(map(str, target.aux_layers)), "target": f"sha256:{weights}"}
+    source = f"{args.prompts.name} seed {args.seed}"
+    with sluice.connect(args.service, run=args.run) as run, run.producer("target") as producer:
+        taken = producer.taken(source).get(0, [])  # by a producer before this one
+        for index, row in stream_of_rows(args, target):
+            if any(begin <= index < end for begin, end in taken):
+                continue
+            room = producer.reserve(sample_bytes(target, row))
+            at = sluice.Position(source, 0, index)
+            producer.put(f"{args.run}-{index}", sample(target, row), attributes=attributes, positions=[at], reservation=room)
+
+
+@contextlib.contextmanager
+def producer_process(args: argparse.Namespace, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the producer beside the trainer, and ends it at the latest with it."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--produce", "--service", url]
+    for name in ("run", "steps", "batch", "seed", "threads", "reply", "context", "model", "prompts"):
+        command += [f"--{name}", str(getattr(args, name))]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def streamed(loader: Loader, process: subprocess.Popen[bytes], patience: float = 5.0) -> Iterator[Mapping[str, Tensor]]:
+    """The loader's batches. A producer that failed while it worked is an error of the loader; one that never came to it is noticed here, after patience in seconds."""
+    while True:
+        try:
+            batch = loader.next(timeout=patience)
+        except sluice.WaitTimeoutError:
+            if process.poll():
+                raise RuntimeError(f"the producer ended with status {process.returncode}") from None
+            continue
+        if batch is None:
+            return
+        yield batch
+
+
+def train_streamed(args: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
+    """Trains from the stream, and returns what was seen of it."""
+    seen: list[dict[str, float]] = []
+    every = max(1, args.steps // 50)
+    with sluice.Client(args.service) if args.service else sluice.local(max_bytes=args.max_bytes) as client:
+        run = client.create_run(args.run, algorithm="eagle3", max_bytes=args.max_bytes)
+        with run, producer_process(args, client.url) as process, run.loader(batch=args.batch, collate="pad", ack="step") as loader:
+
+            def settle() -> None:
+                run.step()
+                if len(trainer.losses) % every == 0:
+                    seen.append({"step": len(trainer.losses), **run.stats()})
+
+            trainer.train(streamed(loader, process), settle)
+            return {"stats": seen, "bottleneck": run.bottleneck(), "service": client.url if args.service else "local"}
+
+
 def accepted(args: argparse.Namespace, target: Target, drafter: Callable[[], Drafter]) -> tuple[float, list[list[int]]]:
     """Decodes replies to the held-out prompts: tokens that one verifying pass of the target gives on average, and the replies."""
-    done = [decode(target, drafter(), context, args.reply, args.chain) for context in prompts(args, held_out=True)[: args.held_out]]
+    done = [decode(target, drafter(), context, args.decode, args.chain) for context in prompts(args, held_out=True)[: args.held_out]]
     return sum(d.verified for d in done) / max(1, sum(d.passes for d in done)), [d.tokens for d in done]
 
 
@@ -181,3 +254,60 @@ def digest(draft: drafts.Draft) -> str:
         h.update(name.encode())
         h.update(t.contiguous().numpy().tobytes())
     return h.hexdigest()
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains, evaluates, writes report.json, the draft and the pictures into --out, and returns the report."""
+    args = options(argv)
+    began = time.perf_counter()
+    torch.set_num_threads(args.threads)
+    target = Target(args.model)
+    if args.produce:
+        produce(args, target)
+        return {}
+    trainer = Trainer(args, target)
+    if args.colocated:
+        trainer.train(colocated(args, target), lambda: None)
+        stream = None
+    else:
+        stream = train_streamed(args, trainer)
+    trained = time.perf_counter()
+    report = {
+        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
+        "torch": torch.__version__,
+        "onednn": ONEDNN,
+        "losses": trainer.losses,
+        "agreement_over_steps": trainer.agreement,
+        **worth(args, trainer),
+        "stream": stream,
+        "seconds": {**trainer.seconds, "training": trained - began, "all": time.perf_counter() - began},
+        "weights_sha256": digest(trainer.draft),
+    }
+    drafts.save(trainer.draft, args.out / "draft")
+    (args.out / "report.json").write_text(json.dumps(report) + "\n")
+    from eagle3.plots import draw  # here, so that a producer does without matplotlib
+
+    pictures = draw(json.loads(json.dumps(report)), args.out)
+    print(summary(report))
+    print(f"{args.out}: draft/, report.json, {', '.join(pictures)}")
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The outcome, for people."""
+    s, a, n = report["seconds"], report["agreement"], report["accepted_length"]
+    steps, waits = sum(s["step"]), sum(s["wait"])
+    trained = " ".join(f"{x:.3f}" for x in a["trained"])
+    lines = [
+        f"{len(report['losses'])} steps in {s['training']:.0f} s: {steps:.0f} s of training, {waits:.0f} s of waiting; {s['all']:.0f} s in all",
+        f"agreement on held-out prompts: {trained}, untrained {a['untrained'][0]:.3f}, unigram {a['unigram']:.3f}",
+        f"mean accepted length: {n['trained']:.2f}, untrained {n['untrained']:.2f}, unigram {n['unigram']:.2f}",
+        f"weights sha256 {report['weights_sha256']}",
+    ]
+    if report["stream"]:
+        lines.insert(1, f"bottleneck: {report['stream']['bottleneck']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -160,7 +160,7 @@ class TrainingContext:
         return mixed
 
 
-def training_test(draft: Draft, batch: dict[str, Tensor], steps: int) -> Iterator[Tensor]:
+def training_test(draft: Draft, batch: Mapping[str, Tensor], steps: int) -> Iterator[Tensor]:
     """EAGLE-3's training-time test: yields the logits [B, S, V] of every step; the draft's own hidden states go into the next one.
 
     batch is shifted: row t has the target's states at t and the token at t + 1. The logits of step k at row t are for the token at t + 2 + k.
@@ -173,7 +173,7 @@ def training_test(draft: Draft, batch: dict[str, Tensor], steps: int) -> Iterato
         yield draft.logits(hidden)
 
 
-def losses(draft: Draft, target: Target, batch: dict[str, Tensor], steps: int) -> Tensor:
+def losses(draft: Draft, target: Target, batch: Mapping[str, Tensor], steps: int) -> Tensor:
     """The cross entropy [steps] between the target's distribution and the draft's, mean over the supervised rows of each step."""
     wanted = target.logits(batch["last_hidden_states"]).softmax(dim=-1)
     out = []

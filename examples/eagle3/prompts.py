@@ -40,7 +40,7 @@ def contexts(path: Path, held_out: bool) -> list[list[int]]:
     return out
 
 
-def rows(target: Target, contexts: list[list[int]], seed: int, limit: int, together: int = 16) -> Iterator[Row]:
+def rows(target: Target, contexts: list[list[int]], seed: int, limit: int, together: int = 32) -> Iterator[Row]:
     """Contexts in an order of their own for every pass over them, without end, each with a reply of at most limit tokens that is drawn anew.
 
     The same seed gives the same rows. Replies of together rows are drawn at once.
@@ -52,7 +52,7 @@ def rows(target: Target, contexts: list[list[int]], seed: int, limit: int, toget
             waiting.append(contexts[index])
             if len(waiting) < together:
                 continue
-            for context, reply in zip(waiting, target.replies(waiting, limit, generator)):
+            for context, reply in zip(waiting, target.replies(waiting, limit, generator), strict=True):
                 yield Row(context + reply, [0] * len(context) + [1] * len(reply))
             waiting = []
 

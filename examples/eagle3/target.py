@@ -139,7 +139,7 @@ class Target:
         """What the target says after each context, drawn from its own distribution: at most limit tokens, up to the first special token."""
         lengths = torch.tensor([len(context) for context in contexts])
         ids = torch.full((len(contexts), int(lengths.max())), PAD)
-        for row, context in zip(ids, contexts):
+        for row, context in zip(ids, contexts, strict=True):
             row[: len(context)] = torch.tensor(context)
         cache = self.cache(len(contexts), ids.shape[1] + limit)
         last = self.forward(ids, cache=cache)[1][torch.arange(len(contexts)), lengths - 1]  # what lies behind a short context is overwritten
