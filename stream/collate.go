@@ -338,12 +338,7 @@ func (it *item) readDocs(schema *sluice.Schema, bad func(string, ...any) error) 
 		return bad("%s is %s, want int64 [%d,docs]", f.Name, t.Spec, it.rows)
 	}
 	lens, width := int64s(t), t.Shape[1]
-	var mask []int64
-	if f := schema.Role(sluice.RoleAttentionMask); f != nil {
-		if t, ok := it.s.Feature(f.Name); ok && t.DType == sluice.Int64 {
-			mask = int64s(t)
-		}
-	}
+	mask := it.rowsOf(schema, sluice.RoleAttentionMask)
 	for r := range it.rows {
 		var row []int64
 		left, real := it.cols, it.cols
@@ -382,21 +377,18 @@ func (it *item) lengths(schema *sluice.Schema) ([]int64, error) {
 	bad := func(format string, args ...any) error {
 		return &sluice.Error{Kind: sluice.SchemaError, Op: "stream: pack", Subject: it.s.Ref.SampleID(), Detail: fmt.Sprintf(format, args...)}
 	}
-	if f := schema.Role(sluice.RoleAttentionMask); f != nil {
-		if t, ok := it.s.Feature(f.Name); ok && t.DType == sluice.Int64 {
-			mask := int64s(t)
-			for i, v := range mask {
-				r, c := int64(i)/it.cols, int64(i)%it.cols
-				if v == 0 {
-					continue
-				}
-				if out[r] != c {
-					return nil, bad("row %d has a token after padding at %d; rows must be padded at the right", r, c)
-				}
-				out[r]++
+	if mask := it.rowsOf(schema, sluice.RoleAttentionMask); mask != nil {
+		for i, v := range mask {
+			r, c := int64(i)/it.cols, int64(i)%it.cols
+			if v == 0 {
+				continue
 			}
-			return out, nil
+			if out[r] != c {
+				return nil, bad("row %d has a token after padding at %d; rows must be padded at the right", r, c)
+			}
+			out[r]++
 		}
+		return out, nil
 	}
 	if list, ok := it.s.Ref.Attribute("row_lengths"); ok {
 		parts := strings.Split(list, ",")
@@ -421,15 +413,10 @@ func (it *item) lengths(schema *sluice.Schema) ([]int64, error) {
 // supervised counts the tokens that the loss mask supervises in the batch, the first ones of documents left out. lengths says how many tokens of each row are in the batch;
 // nil is all of them. The mask of a sample that came shifted is taken as it is: which token a slot stands for was its producer's decision.
 func (it *item) supervised(schema *sluice.Schema, lengths []int64) (n int64) {
-	f := schema.Role(sluice.RoleLossMask)
-	if f == nil {
+	mask := it.rowsOf(schema, sluice.RoleLossMask)
+	if mask == nil {
 		return 0
 	}
-	t, ok := it.s.Feature(f.Name)
-	if !ok || t.DType != sluice.Int64 {
-		return 0
-	}
-	mask := int64s(t)
 	shift, _ := it.s.Ref.Attribute("shift")
 	for r := range it.rows {
 		row := mask[r*it.cols : (r+1)*it.cols]
@@ -452,6 +439,19 @@ func (it *item) supervised(schema *sluice.Schema, lengths []int64) (n int64) {
 		}
 	}
 	return n
+}
+
+// rowsOf is the mask of a role, one number a token; nil if the sample has none, or one of another form, as a schema of a user's own may.
+func (it *item) rowsOf(schema *sluice.Schema, role sluice.Role) []int64 {
+	f := schema.Role(role)
+	if f == nil {
+		return nil
+	}
+	t, ok := it.s.Feature(f.Name)
+	if !ok || t.DType != sluice.Int64 || !slices.Equal(t.Shape, []int64{it.rows, it.cols}) {
+		return nil
+	}
+	return int64s(t)
 }
 
 // isMask reports whether the feature says which positions count in the loss.
@@ -483,7 +483,7 @@ type padTo struct{ multiple int64 }
 
 // grows tells along which axis a feature is padded: S, or the documents of seq_lens; -1 for none.
 func grows(f *sluice.SchemaFeature) int {
-	if f.From == sluice.RoleSeqLens {
+	if f.From == sluice.RoleSeqLens && len(f.Axes) > 1 {
 		return 1
 	}
 	return slices.Index(f.Axes, "S")

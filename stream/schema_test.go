@@ -126,3 +126,41 @@ func TestACollateFunctionGetsSamplesWithoutRowsAsTheyAre(t *testing.T) {
 		t.Errorf("states %v", got)
 	}
 }
+
+// A schema of a user's own may give a mask another form than one number a token. It is carried as it is, and counts no tokens.
+func TestMasksAndLengthsOfAnotherFormAreCarriedAsTheyAre(t *testing.T) {
+	t.Parallel()
+	const (
+		rowMask  = `,{"name":"loss_mask","from":"loss_mask","axes":["B"],"dtypes":["int64"],"required":true}`
+		rowMark  = `,{"name":"attention_mask","from":"attention_mask","axes":["B"],"dtypes":["int64"],"required":true}`
+		rowsOnly = `{"name":"lens","from":"seq_lens","axes":["N"],"dtypes":["int64"],"required":true}`
+	)
+	ids := feature("input_ids", []int64{1, 2, 3}, 1, 3)
+	asTheyAre := CollateFunc(func(s []Sample) ([]sluice.Feature, error) { return s[0].Features, nil })
+	for name, c := range map[string]struct {
+		features string
+		collate  Collator
+		sample   []sluice.Feature
+		which    string
+		want     []int64
+	}{
+		"a loss mask a row":                    {ownIDs + rowMask, PadTo(4), []sluice.Feature{ids, feature("loss_mask", []int64{1}, 1)}, "input_ids", []int64{1, 2, 3, 0}},
+		"an attention mask a row":              {ownIDs + rowMark, PadTo(4), []sluice.Feature{ids, feature("attention_mask", []int64{1}, 1)}, "input_ids", []int64{1, 2, 3, 0}},
+		"lengths in a schema that has no rows": {rowsOnly, asTheyAre, []sluice.Feature{feature("lens", []int64{2, 1}, 2)}, "lens", []int64{2, 1}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, plenty, targettest.Options{}, nil)
+			r.putOwn(t, nil, c.sample...)
+			l := r.loader(t, func(cfg *LoaderConfig) { cfg.Schema, cfg.Collate = ownSchema(t, c.features, ``), c.collate })
+			defer closeLoader(t, l)
+			b := next(t, l)
+			if got := ints(t, b, c.which); !slices.Equal(got, c.want) {
+				t.Errorf("%s is %v, want %v", c.which, got, c.want)
+			}
+			if b.SupervisedTokens != 0 {
+				t.Errorf("%d supervised tokens, want none", b.SupervisedTokens)
+			}
+		})
+	}
+}
