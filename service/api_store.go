@@ -42,7 +42,8 @@ func (s *Service) storeCalls(a *api) {
 		headers: append(fileHeaders, param{name: "Sluice-Shape", text: "The axes, with commas between."}, param{name: "Sluice-Dtype", text: "Torch's name of the element type."})}, nil, s.readFeature)
 
 	handle(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}/checksums", id: "checksums", tag: "consumers", summary: "Checksums of a sample's features", roles: both, hot: true,
-		text: "Of a large sample in memory that was staged they are computed by the first call, which takes as long as reading it. They are the same for as long as it is there, so the call may go beside those that read it.", params: []param{whole}}, s.checksums)
+		text: "Of a large sample in memory that was staged they are computed by the first call, which takes as long as reading it; so are those of the kind crc32 of any sample, of bytes that agree with their crc32c, or else the answer is `corrupt`. " +
+			"They are the same for as long as it is there, so the call may go beside those that read it.", params: []param{whole, {name: "kind", in: "query", text: "crc32c (the default), or crc32: the one of zlib."}}}, s.checksums)
 
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/pins", id: "pin", tag: "consumers", summary: "Pin a sample: its bytes stay until it is released", roles: both, hot: true}, s.pin)
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/release", id: "release", tag: "consumers", summary: "Give up pins", roles: both, hot: true},
@@ -298,8 +299,8 @@ func (s *Service) pin(ctx context.Context, c *call, in *wire.Pin) (*wire.Pinned,
 		return nil, s.sessionEnded(c)
 	}
 	w := &wire.Pinned{Handle: id.String(), File: p.loan.Name(), Size: p.loan.Size()}
-	if !in.Map && (p.loan.Summed() || p.loan.Size() <= sumAtOnce) {
-		sums, err := p.loan.Checksums(ctx)
+	if !in.Map && (p.loan.Summed() && in.Kind != wire.CRC32 || p.loan.Size() <= sumAtOnce) {
+		sums, err := sumsOf(ctx, p.loan, in.Kind)
 		if err != nil {
 			return nil, err
 		}
@@ -324,15 +325,30 @@ func (s *Service) checksums(ctx context.Context, c *call, _ *nothing) (*wire.Che
 	if err != nil {
 		return nil, err
 	}
+	kind := c.r.URL.Query().Get("kind")
+	if err := wire.CheckKind(kind); err != nil {
+		return nil, err
+	}
+	if kind == "" {
+		kind = wire.CRC32C
+	}
 	loan, err := c.run.lend(ctx, id, generation)
 	if err != nil {
 		return nil, err
 	}
-	sums, err := loan.Checksums(ctx)
+	sums, err := sumsOf(ctx, loan, kind)
 	if err := errors.Join(err, loan.Drop()); err != nil {
 		return nil, err
 	}
-	return &wire.Checksums{Checksums: encodeSums(sums)}, nil
+	return &wire.Checksums{Kind: kind, Checksums: encodeSums(sums)}, nil
+}
+
+// sumsOf are the checksums of a kind.
+func sumsOf(ctx context.Context, loan *dirstore.Loan, kind string) (map[string]uint32, error) {
+	if kind == wire.CRC32 {
+		return loan.IEEE(ctx)
+	}
+	return loan.Checksums(ctx)
 }
 
 // reading is a sample's file that is being read: pinned for the time, and with a position of its own.

@@ -99,7 +99,7 @@ func newMill(t testing.TB, b *bed, seed uint64) *mill {
 		"settle": `{"consumer":{"name":"c"},"settlements":[{"lease":"` + lease + `","verdict":"ack"}]}`, "renew": `{"consumer":{"name":"c"},"leases":["` + lease + `"]}`, "leave": `{"consumer":{"name":"c"}}`,
 		"stage": `{"file":"f","sample_id":"s","fields":{"algorithm":"mine","num_tokens":2}}`, "pin": `{"ref":` + m.ref + `}`, "release": `{"handles":["` + lease + `"]}`, "abort": `{"ref":` + m.ref + `}`,
 		"configure-run": `{"visibility_timeout_seconds":30,"high_watermark_bytes":700000}`,
-		"check-ref": `{"ref":` + m.ref + `,"algorithm":"eagle3"}`, "requeue-dead-letters": `{"all":true}`, "drop-dead-letters": `{"all":true}`,
+		"check-ref":     `{"ref":` + m.ref + `,"algorithm":"eagle3"}`, "requeue-dead-letters": `{"all":true}`, "drop-dead-letters": `{"all":true}`,
 	}
 	for _, op := range m.ops {
 		if _, ok := m.valid[op.ID]; op.RequestBody != nil && op.RequestBody.Content["application/json"].Schema != nil && !ok {

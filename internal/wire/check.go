@@ -182,7 +182,16 @@ func (b *Pin) Check() error {
 	if b.Ref.IsZero() {
 		return bad("ref", "is missing")
 	}
-	return nil
+	return CheckKind(b.Kind)
+}
+
+// CheckKind refuses what is no kind of checksum; empty is crc32c.
+func CheckKind(kind string) error {
+	switch kind {
+	case "", CRC32C, CRC32:
+		return nil
+	}
+	return bad("kind", "is no kind of checksum, want %s or %s", CRC32C, CRC32)
 }
 
 // Check refuses what the fields may not hold.

@@ -11,7 +11,14 @@ type Pin struct {
 	Ref    sluice.Ref `json:"ref"`
 	Map    bool       `json:"map,omitempty" doc:"The caller maps the file, under flock(LOCK_SH); its bytes count until it is unmapped."`
 	Handle string     `json:"handle,omitempty" doc:"32 hexadecimal digits that the caller chose; makes the call repeatable." maxLength:"32"`
+	Kind   string     `json:"kind,omitempty" enum:"crc32c,crc32" doc:"Of the checksums in the answer; crc32c."`
 }
+
+// The kinds of checksum. Files carry the first; the second is what zlib has, and with it every language.
+const (
+	CRC32C = "crc32c" // Castagnoli
+	CRC32  = "crc32"  // IEEE
+)
 
 // Pinned answers a [Pin].
 type Pinned struct {
@@ -23,7 +30,8 @@ type Pinned struct {
 
 // Checksums are those of a sample.
 type Checksums struct {
-	Checksums map[string]string `json:"checksums" doc:"crc32c of each feature's bytes, eight hexadecimal digits."`
+	Kind      string            `json:"kind" doc:"crc32c, or crc32: the one of zlib."`
+	Checksums map[string]string `json:"checksums" doc:"That of each feature's bytes, eight hexadecimal digits."`
 }
 
 // Release is the body of POST /v1/runs/{run}/release. What is not there is passed over.

@@ -297,7 +297,7 @@ func (a *adoption) fillIn(f *os.File, w *sight) error {
 	if err != nil {
 		return &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: adopt", Subject: a.name, Err: err}
 	}
-	sums, err := sumFile(w.stream.ctx, f, w.header)
+	sums, err := sumFile(w.stream.ctx, f, w.header, nil)
 	if err != nil {
 		return err
 	}
@@ -325,8 +325,8 @@ func (a *adoption) remove(f *os.File) {
 	}
 }
 
-// sumFile computes the crc32c of every tensor of a file.
-func sumFile(ctx context.Context, f io.ReaderAt, h *safetensors.Header) (map[string]uint32, error) {
+// sumFile computes the crc32c of every tensor of a file, and shows all that it reads, in pieces.
+func sumFile(ctx context.Context, f io.ReaderAt, h *safetensors.Header, show func(tensor string, piece []byte)) (map[string]uint32, error) {
 	piece := pieces.Get().(*[pieceBytes]byte)
 	defer pieces.Put(piece)
 	sums := make(map[string]uint32, len(h.Entries))
@@ -342,6 +342,9 @@ func sumFile(ctx context.Context, f io.ReaderAt, h *safetensors.Header) (map[str
 				return nil, &sluice.Error{Kind: sluice.Corrupt, Op: "dirstore: checksum", Subject: e.Name, Detail: "can't be read to its end", Err: err}
 			}
 			sum = safetensors.UpdateChecksum(sum, buf)
+			if show != nil {
+				show(e.Name, buf)
+			}
 			at += int64(len(buf))
 		}
 		sums[e.Name] = sum

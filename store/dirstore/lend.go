@@ -4,6 +4,7 @@ package dirstore
 
 import (
 	"context"
+	"hash/crc32"
 	"os"
 	"sync"
 
@@ -82,7 +83,7 @@ func (n *Loan) Checksums(ctx context.Context) (map[string]uint32, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.sums == nil {
-		sums, err := sumFile(ctx, n.file, n.header)
+		sums, err := sumFile(ctx, n.file, n.header, nil)
 		if err != nil {
 			return nil, err
 		}
@@ -91,13 +92,51 @@ func (n *Loan) Checksums(ctx context.Context) (map[string]uint32, error) {
 	return c.sums, nil
 }
 
+// IEEE returns the other crc32 of every feature's bytes, the one of zlib and Ethernet, for readers that have no crc32c. It reads all of them, and fails with ErrCorrupt if they disagree with the crc32c
+// that the file carries, or that was computed before. What it found is remembered as by Checksums. The map must not be modified.
+func (n *Loan) IEEE(ctx context.Context) (map[string]uint32, error) {
+	want, err := n.header.Checksums()
+	if err != nil {
+		return nil, err
+	}
+	c := n.s.computed.of(n.uid)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ieee != nil {
+		return c.ieee, nil
+	}
+	if want == nil {
+		want = c.sums
+	}
+	ieee := make(map[string]uint32, len(n.header.Entries))
+	sums, err := sumFile(ctx, n.file, n.header, func(feature string, piece []byte) {
+		ieee[feature] = crc32.Update(ieee[feature], crc32.IEEETable, piece)
+	})
+	if err != nil {
+		return nil, err
+	}
+	for i := range n.header.Entries {
+		switch name := n.header.Entries[i].Name; {
+		case want != nil && want[name] != sums[name]:
+			return nil, fail(sluice.Corrupt, "checksum", n.handle.SampleID, "the feature %s has the crc32c %08x, want %08x", name, sums[name], want[name])
+		case n.header.Entries[i].Bytes() == 0:
+			ieee[name] = 0 // nothing of it has passed
+		}
+	}
+	if want == nil {
+		c.sums = sums
+	}
+	c.ieee = ieee
+	return ieee, nil
+}
+
 // Summed reports whether the file carries checksums, so that [Loan.Checksums] need not read its data.
 func (n *Loan) Summed() bool {
 	_, carried := n.header.Metadata[safetensors.ChecksumsKey]
 	return carried
 }
 
-// computed are the checksums of files that carry none, by the uid of their slot, which is never another sample's.
+// computed are the checksums that files do not carry, by the uid of their slot, which is never another sample's.
 type computed struct {
 	mu    sync.Mutex
 	slots map[uint64]*sums
@@ -106,7 +145,8 @@ type computed struct {
 // sums are computed by one reader while the others wait.
 type sums struct {
 	mu   sync.Mutex
-	sums map[string]uint32 // nil until they are there
+	sums map[string]uint32 // crc32c; nil until they are there
+	ieee map[string]uint32
 }
 
 const mostComputed = 1024

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"os"
 	"strconv"
 	"sync"
@@ -363,5 +364,57 @@ func TestComputedChecksumsAreBounded(t *testing.T) {
 		if len(c.slots) > mostComputed {
 			t.Fatalf("%d are kept, want at most %d", len(c.slots), mostComputed)
 		}
+	}
+}
+
+func TestTheOtherChecksumIsOfBytesThatAgreeWithTheStoredOne(t *testing.T) {
+	t.Parallel()
+	for _, verify := range []bool{false, true} { // whether the file carries a crc32c
+		s := mustOpen(t, shm(t), &Options{Caps: someCaps.Caps, Verify: verify})
+		n := mustLend(t, s, mustPut(t, s, "a", 1, victimSample), false)
+		want := crc32.ChecksumIEEE(pattern(1, victimSample))
+		for range 2 {
+			if sums, err := n.IEEE(t.Context()); err != nil || len(sums) != 1 || sums["x"] != want {
+				t.Errorf("%08x, %v; want %08x", sums, err, want)
+			}
+		}
+		if sums, err := n.Checksums(t.Context()); err != nil || sums["x"] != safetensors.Checksum(pattern(1, victimSample)) {
+			t.Errorf("crc32c %08x, %v", sums, err)
+		}
+		other := mustLend(t, s, mustPut(t, s, "b", 2, victimSample), false)
+		if !verify { // known, though the file does not carry it
+			if _, err := other.Checksums(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		scribble := func() {
+			f, err := os.OpenFile(s.samplePath("b"), os.O_RDWR, 0)
+			must(t, err)
+			var b [1]byte
+			_, err = f.ReadAt(b[:], other.Header().DataStart)
+			must(t, err)
+			b[0] ^= 1
+			_, err = f.WriteAt(b[:], other.Header().DataStart)
+			must(t, errors.Join(err, f.Close()))
+		}
+		scribble()
+		if sums, err := other.IEEE(t.Context()); !errors.Is(err, sluice.ErrCorrupt) {
+			t.Errorf("of bytes that have changed: %08x, %v; want ErrCorrupt", sums, err)
+		}
+		scribble()
+		if sums, err := other.IEEE(t.Context()); err != nil || sums["x"] != crc32.ChecksumIEEE(pattern(2, victimSample)) {
+			t.Errorf("of the right bytes again: %08x, %v", sums, err)
+		}
+	}
+}
+
+func TestTheChecksumOfNothingIsZero(t *testing.T) {
+	t.Parallel()
+	s := mustOpen(t, shm(t), someCaps)
+	ref, err := s.Put(t.Context(), &sluice.Sample{SampleID: "a", RunID: "r", Algorithm: "x", SchemaVersion: 1, Features: []sluice.Feature{feature("x", sluice.UInt8, 1, 3), feature("none", sluice.Int64, 1, 0)}}, sluice.Reservation{})
+	must(t, err)
+	n := mustLend(t, s, ref, false)
+	if sums, err := n.IEEE(t.Context()); err != nil || len(sums) != 2 || sums["none"] != 0 || sums["x"] == 0 {
+		t.Errorf("%v, %v", sums, err)
 	}
 }

@@ -86,6 +86,9 @@ func (*Loan) File() *os.File { return nil }
 // Checksums fails with ErrUnsupported.
 func (*Loan) Checksums(context.Context) (map[string]uint32, error) { return nil, unsupported("lend") }
 
+// IEEE fails with ErrUnsupported.
+func (*Loan) IEEE(context.Context) (map[string]uint32, error) { return nil, unsupported("lend") }
+
 // Summed is false.
 func (*Loan) Summed() bool { return false }
 
