@@ -5,9 +5,9 @@ VENV    := .venv
 TOOLS   := -modfile=tools/go.mod
 RACE    ?= -race
 
-.PHONY: test lint race interop build demo bench fuzz golden openapi clean
+.PHONY: test lint race python build demo bench fuzz golden openapi clean
 
-test: lint race ## all checks, all tests
+test: lint race python ## all checks, all tests
 
 lint: ## formatting, vet, staticcheck, golangci-lint
 	@out=$$(git ls-files -co --exclude-standard '*.go' | xargs gofmt -l); if [ -n "$$out" ]; then echo "gofmt differs:"; echo "$$out"; exit 1; fi
@@ -15,14 +15,20 @@ lint: ## formatting, vet, staticcheck, golangci-lint
 	$(GO) tool $(TOOLS) staticcheck ./...
 	$(GO) tool $(TOOLS) golangci-lint run --timeout 15m
 
-# The virtual environment exists to run the stock safetensors package against our files.
+# The virtual environment runs the Python package's checks and tests, and the stock safetensors package against our files. It sees the system's packages, for torch: nothing installs that.
 $(VENV)/ready: tools/requirements.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --system-site-packages --clear $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tools/requirements.txt
 	touch $@
 
 race: $(VENV)/ready ## every test, with the race detector
 	SLUICE_PYTHON=$(CURDIR)/$(VENV)/bin/python $(GO) test $(RACE) -timeout 15m ./...
+
+python: $(VENV)/ready build ## checks and tests of the Python package, with the binary from bin/
+	cd python && $(CURDIR)/$(VENV)/bin/ruff check --config pyproject.toml . ../examples
+	@if $(VENV)/bin/python -c 'import torch'; then echo "mypy python"; cd python && $(CURDIR)/$(VENV)/bin/mypy; else \
+		echo; echo "*** There is no torch for $(PYTHON): types are not checked, and no test that needs it is run. Debian has it as python3-torch. ***"; echo; fi
+	cd python && SLUICE_BINARY=$(CURDIR)/bin/sluice $(CURDIR)/$(VENV)/bin/python -m pytest -q
 
 build: ## the one static binary, in bin/
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w' -o bin/sluice ./cmd/sluice
