@@ -26,7 +26,7 @@ const maxAnswer = 256 << 20
 // call is one call of the API.
 type call struct {
 	method, path string // the path is escaped and has its query
-	in, out      any    // bodies in JSON, or nil; out points to a zero value
+	in, out      any    // pointers to the bodies, or nil; out is zero
 	wait         time.Duration
 	patience     time.Duration // the client's if 0, none below
 	sent         *time.Time    // is set to when the last attempt began, unless it is nil
@@ -60,7 +60,7 @@ func (c *Client) do(ctx context.Context, k call) (attempts int, err error) {
 	}
 	var body []byte
 	if k.in != nil {
-		if body, err = json.Marshal(k.in); err != nil {
+		if body, err = wire.Append(nil, k.in); err != nil {
 			return 0, &sluice.Error{Kind: sluice.Invalid, Op: "client", Subject: k.path, Detail: "the call has no JSON form", Err: err}
 		}
 	}

@@ -202,7 +202,7 @@ func (c *Client) CreateRun(ctx context.Context, cfg sluice.RunConfig) (RunInfo, 
 		return RunInfo{}, &sluice.Error{Kind: sluice.Invalid, Op: "client: create run", Subject: cfg.RunID, Err: err}
 	}
 	var w wire.Run
-	if err := c.call(ctx, call{method: http.MethodPost, path: "/v1/runs", in: spec, out: &w}); err != nil {
+	if err := c.call(ctx, call{method: http.MethodPost, path: "/v1/runs", in: &spec, out: &w}); err != nil {
 		return RunInfo{}, err
 	}
 	return infoOf(&w)
@@ -242,7 +242,7 @@ func runPath(runID, rest string) string { return "/v1/runs/" + url.PathEscape(ru
 
 // CloseRun ends the puts of a run; what is pending drains. A cause that is not empty reaches the consumers behind the drain.
 func (c *Client) CloseRun(ctx context.Context, runID, cause string) error {
-	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/close"), in: wire.CloseRun{Cause: cause}})
+	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/close"), in: &wire.CloseRun{Cause: cause}})
 }
 
 // DeleteRun removes a run with all its samples and records. It is ErrNotFound if there is none of that name.
@@ -269,7 +269,7 @@ func (c *Client) Check(ctx context.Context, ref sluice.Ref, schema *sluice.Schem
 
 // Reshape changes the number of ranks of a run and of samples a rank and step. ErrConflict while a lease is out.
 func (c *Client) Reshape(ctx context.Context, runID string, ranks, perRank int) error {
-	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/reshape"), in: wire.Reshape{Ranks: ranks, PerRank: perRank}})
+	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/reshape"), in: &wire.Reshape{Ranks: ranks, PerRank: perRank}})
 }
 
 // Configure changes a run that goes on: its visibility timeout, its marks, and whether it is closed; see [sluice.RunChange]. It returns the run as it is then. ErrInvalid names the field
@@ -284,5 +284,5 @@ func (c *Client) Configure(ctx context.Context, runID string, change sluice.RunC
 
 // SetVersions changes a run's version gates: the values of target_model_version that are let in, any if there are none, and the lowest draft_weight_version, any if it is empty.
 func (c *Client) SetVersions(ctx context.Context, runID string, target []string, minDraft string) error {
-	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/versions"), in: wire.Versions{TargetVersions: target, MinDraftVersion: minDraft}})
+	return c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/versions"), in: &wire.Versions{TargetVersions: target, MinDraftVersion: minDraft}})
 }

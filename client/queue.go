@@ -203,14 +203,14 @@ func (q *queue) Renew(ctx context.Context, r sluice.RenewRequest) ([]sluice.Sett
 	in := wire.Renew{Consumer: consumerOf(r.Consumer)}
 	if r.Leases == nil {
 		var out wire.Settled
-		err := q.post(ctx, "/renew", in, &out, 0)
+		err := q.post(ctx, "/renew", &in, &out, 0)
 		return appendResults(nil, out.Results), err
 	}
 	var results []sluice.SettleResult
 	for part := range slices.Chunk(r.Leases, wire.MaxBatch) {
 		in.Leases = &part
 		var out wire.Settled
-		if err := q.post(ctx, "/renew", in, &out, 0); err != nil {
+		if err := q.post(ctx, "/renew", &in, &out, 0); err != nil {
 			return nil, err
 		}
 		if len(out.Results) != len(part) {
@@ -228,11 +228,11 @@ func (q *queue) ReclaimExpired(ctx context.Context) (int, error) {
 }
 
 func (q *queue) Leave(ctx context.Context, c sluice.Consumer) error {
-	return q.post(ctx, "/leave", wire.Leave{Consumer: consumerOf(c)}, nil, 0)
+	return q.post(ctx, "/leave", &wire.Leave{Consumer: consumerOf(c)}, nil, 0)
 }
 
 func (q *queue) Report(ctx context.Context, r sluice.ProducerReport) error {
-	return q.post(ctx, "/report", wire.Report{Producer: wire.Producer(r.Producer), State: r.State, Cause: r.Cause}, nil, 0)
+	return q.post(ctx, "/report", &wire.Report{Producer: wire.Producer(r.Producer), State: r.State, Cause: r.Cause}, nil, 0)
 }
 
 func (q *queue) Taken(ctx context.Context, source string) ([]sluice.Taken, error) {
@@ -264,7 +264,7 @@ func (q *queue) Drop(ctx context.Context, sampleIDs ...string) (int, error) {
 func (q *queue) forDead(ctx context.Context, path string, ids []string) (found int, err error) {
 	for part := range slices.Chunk(ids, wire.MaxBatch) {
 		var out wire.Found
-		if err := q.post(ctx, path, wire.SampleIDs{SampleIDs: part}, &out, 0); err != nil {
+		if err := q.post(ctx, path, &wire.SampleIDs{SampleIDs: part}, &out, 0); err != nil {
 			return found, err
 		}
 		found += out.Found

@@ -128,7 +128,7 @@ func (c *Client) payOwed() {
 }
 
 func (c *Client) pay(runID string, handles []string, keep bool) {
-	_, err := c.do(c.ended, call{method: http.MethodPost, path: runPath(runID, "/release"), in: wire.Release{Handles: handles, Keep: keep}, patience: time.Second})
+	_, err := c.do(c.ended, call{method: http.MethodPost, path: runPath(runID, "/release"), in: &wire.Release{Handles: handles, Keep: keep}, patience: time.Second})
 	switch {
 	case errors.Is(err, sluice.ErrUnavailable):
 		for _, h := range handles {

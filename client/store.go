@@ -130,7 +130,7 @@ func reserve(ctx context.Context, c *Client, runID string, r wire.Reserve) (slui
 		defer cancel()
 		r.WaitSeconds = 0
 		if post(after, "/reserve", &r, &out) == nil && len(out.Reservations) > 0 {
-			if gerr := post(after, "/unreserve", wire.Unreserve{Reservations: []string{out.Reservations[0].ID}}, nil); gerr != nil {
+			if gerr := post(after, "/unreserve", &wire.Unreserve{Reservations: []string{out.Reservations[0].ID}}, nil); gerr != nil {
 				c.log.Warn("client: can't give back a reservation, which ends by itself", "run", runID, "error", gerr)
 			}
 		}
@@ -157,7 +157,7 @@ func (s *store) Unreserve(ctx context.Context, r sluice.Reservation) error {
 }
 
 func (s *store) unreserve(ctx context.Context, ids ...string) error {
-	return s.c.call(ctx, call{method: http.MethodPost, path: s.path("/unreserve"), in: wire.Unreserve{Reservations: ids}})
+	return s.c.call(ctx, call{method: http.MethodPost, path: s.path("/unreserve"), in: &wire.Unreserve{Reservations: ids}})
 }
 
 // Put makes ref and file here, and stages the file or uploads it.
@@ -227,7 +227,7 @@ func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.L
 	}
 	ctx, cancel := outlive(ctx)
 	defer cancel()
-	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
+	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: &wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
 	return s.echo(ctx, ref, attempts, err)
 }
 
@@ -330,7 +330,7 @@ func (s *store) Get(ctx context.Context, ref sluice.Ref) (*sluice.Tensors, error
 
 func (s *store) pin(ctx context.Context, ref sluice.Ref, id sluice.HandleID) (*wire.Pinned, error) {
 	var p wire.Pinned
-	if err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/pins"), in: wire.Pin{Ref: ref, Map: s.at != nil, Handle: id.String()}, out: &p}); err != nil {
+	if err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/pins"), in: &wire.Pin{Ref: ref, Map: s.at != nil, Handle: id.String()}, out: &p}); err != nil {
 		return nil, err
 	}
 	return &p, nil
@@ -340,7 +340,7 @@ func (s *store) pin(ctx context.Context, ref sluice.Ref, id sluice.HandleID) (*w
 func (s *store) unpin(ctx context.Context, id sluice.HandleID) {
 	ctx, cancel := background(ctx)
 	defer cancel()
-	err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{id.String()}, Undo: true}})
+	err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/release"), in: &wire.Release{Handles: []string{id.String()}, Undo: true}})
 	if err != nil && !errors.Is(err, sluice.ErrClosed) {
 		s.c.log.Warn("client: can't take back a pin, which ends with the session", "run", s.run, "error", err)
 	}
@@ -397,7 +397,7 @@ func (s *store) Release(ctx context.Context, h sluice.Handle) error {
 		ctx, cancel = background(ctx)
 		defer cancel()
 	}
-	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{h.ID.String()}, Keep: keep}})
+	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: &wire.Release{Handles: []string{h.ID.String()}, Keep: keep}})
 	if err != nil && p != nil {
 		s.c.owe(s.run, h.ID.String(), keep)
 	}
@@ -410,7 +410,7 @@ func (s *store) pinAgain(ctx context.Context) {
 	pins := maps.Clone(s.pins)
 	s.mu.Unlock()
 	for id, p := range pins {
-		_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/pins"), in: wire.Pin{Ref: p.ref, Map: s.at != nil, Handle: id.String()}, patience: time.Second})
+		_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/pins"), in: &wire.Pin{Ref: p.ref, Map: s.at != nil, Handle: id.String()}, patience: time.Second})
 		if err != nil {
 			if !errors.Is(err, sluice.ErrNotFound) && ctx.Err() == nil { // it was acked meanwhile
 				s.c.log.Warn("client: can't take a pin again, whose bytes count no longer", "run", s.run, "sample", p.ref.SampleID(), "error", err)
@@ -452,7 +452,7 @@ func (s *store) forget(id sluice.HandleID) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), giveBackTime)
 	defer cancel()
-	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: wire.Release{Handles: []string{id.String()}}, patience: time.Second})
+	_, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/release"), in: &wire.Release{Handles: []string{id.String()}}, patience: time.Second})
 	if err != nil {
 		s.c.owe(s.run, id.String(), false)
 	}
@@ -467,7 +467,7 @@ func (s *store) Abort(ctx context.Context, ref sluice.Ref) error {
 	}
 	ctx, cancel := outlive(ctx)
 	defer cancel()
-	return s.c.call(ctx, call{method: http.MethodPost, path: s.path("/abort"), in: wire.Abort{Ref: ref}})
+	return s.c.call(ctx, call{method: http.MethodPost, path: s.path("/abort"), in: &wire.Abort{Ref: ref}})
 }
 
 func (s *store) GC(ctx context.Context) (int, error) {

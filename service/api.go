@@ -354,19 +354,12 @@ func (c *call) begin(status int) {
 func (c *call) encode(status int, v any) error {
 	b := buffers.Get().(*bytes.Buffer)
 	defer giveBuffer(b)
-	if own, ok := v.(interface{ AppendJSON([]byte) ([]byte, error) }); ok {
-		text, err := own.AppendJSON(b.AvailableBuffer())
-		if err != nil {
-			return err
-		}
-		b.Write(text)
-	} else {
-		e := json.NewEncoder(b)
-		e.SetEscapeHTML(false)
-		if err := e.Encode(v); err != nil {
-			return err
-		}
+	text, err := wire.Append(b.AvailableBuffer(), v)
+	if err != nil {
+		return err
 	}
+	b.Write(text)
+	b.WriteByte('\n')
 	h := c.header()
 	h.Set("Content-Type", "application/json")
 	h.Set("Content-Length", strconv.Itoa(b.Len()))

@@ -2,12 +2,9 @@ package wire
 
 import (
 	"bytes"
-	"encoding"
-	"encoding/json"
 	"reflect"
 	"strconv"
 	"strings"
-	"sync"
 	"unicode/utf8"
 
 	"github.com/sluice-ml/sluice"
@@ -25,101 +22,6 @@ func Read(data []byte, v any) bool {
 	}
 	to.SetZero()
 	return false
-}
-
-// kind is how a value is read.
-type kind int
-
-const (
-	others kind = iota // not by a reader
-	objects
-	lists
-	pointers
-	texts
-	integers
-	numbers
-	truths
-	named // by its own UnmarshalText
-	refs
-)
-
-// shape is what a reader knows of a type.
-type shape struct {
-	kind   kind
-	elem   *shape  // of lists and pointers
-	fields []field // of objects
-}
-
-type field struct {
-	name  string
-	index int
-	of    *shape
-}
-
-var (
-	shapes          sync.Map // *shape by reflect.Type
-	unmarshaler     = reflect.TypeFor[json.Unmarshaler]()
-	textUnmarshaler = reflect.TypeFor[encoding.TextUnmarshaler]()
-)
-
-func shapeOf(t reflect.Type) *shape {
-	if s, ok := shapes.Load(t); ok {
-		return s.(*shape)
-	}
-	s := newShape(t, map[reflect.Type]*shape{})
-	shapes.Store(t, s)
-	return s
-}
-
-// newShape makes the shape of a type; begun are those that it is part of.
-func newShape(t reflect.Type, begun map[reflect.Type]*shape) *shape {
-	if s := begun[t]; s != nil {
-		return s
-	}
-	s := &shape{}
-	begun[t] = s
-	switch to := reflect.PointerTo(t); {
-	case t.Kind() == reflect.Pointer:
-	case t == reflect.TypeFor[sluice.Ref]():
-		s.kind = refs
-		return s
-	case to.Implements(unmarshaler):
-		return s
-	case to.Implements(textUnmarshaler):
-		s.kind = named
-		return s
-	}
-	switch t.Kind() {
-	case reflect.Struct:
-		if t.NumField() > 64 {
-			return s
-		}
-		s.kind = objects
-		for i := range t.NumField() {
-			name, options, _ := strings.Cut(t.Field(i).Tag.Get("json"), ",")
-			if name == "" || name == "-" {
-				continue
-			}
-			f := field{name: name, index: i, of: &shape{}}
-			if options == "" || options == "omitempty" {
-				f.of = newShape(t.Field(i).Type, begun)
-			}
-			s.fields = append(s.fields, f)
-		}
-	case reflect.Slice:
-		s.kind, s.elem = lists, newShape(t.Elem(), begun)
-	case reflect.Pointer:
-		s.kind, s.elem = pointers, newShape(t.Elem(), begun)
-	case reflect.String:
-		s.kind = texts
-	case reflect.Int, reflect.Int64:
-		s.kind = integers
-	case reflect.Float64:
-		s.kind = numbers
-	case reflect.Bool:
-		s.kind = truths
-	}
-	return s
 }
 
 // reader goes over JSON once.
@@ -168,9 +70,9 @@ func (r *reader) value(s *shape, v reflect.Value) bool {
 		return r.number(v)
 	case truths:
 		return r.truth(v)
-	case named:
+	case leases:
 		text, ok := r.text()
-		return ok && v.Addr().Interface().(encoding.TextUnmarshaler).UnmarshalText(text) == nil
+		return ok && v.Addr().Interface().(*sluice.LeaseID).UnmarshalText(text) == nil
 	case refs:
 		return r.ref(v)
 	}
