@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import resource
 import subprocess
 import sys
 import time
@@ -256,6 +257,12 @@ def digest(draft: drafts.Draft) -> str:
     return h.hexdigest()
 
 
+def cpu_seconds() -> dict[str, float]:
+    """Of this process, and of those that it started and that have ended: the producer and the service."""
+    others = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {"trainer": time.process_time(), "producer_and_service": others.ru_utime + others.ru_stime}
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains, evaluates, writes report.json, the draft and the pictures into --out, and returns the report."""
     args = options(argv)
@@ -280,7 +287,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "agreement_over_steps": trainer.agreement,
         **worth(args, trainer),
         "stream": stream,
-        "seconds": {**trainer.seconds, "training": trained - began, "all": time.perf_counter() - began},
+        "seconds": {**trainer.seconds, "training": trained - began, "all": time.perf_counter() - began, "cpu": cpu_seconds()},
         "weights_sha256": digest(trainer.draft),
     }
     drafts.save(trainer.draft, args.out / "draft")
@@ -298,8 +305,9 @@ def summary(report: dict[str, Any]) -> str:
     s, a, n = report["seconds"], report["agreement"], report["accepted_length"]
     steps, waits = sum(s["step"]), sum(s["wait"])
     trained = " ".join(f"{x:.3f}" for x in a["trained"])
+    cpu = ", ".join(f"{seconds:.0f} s {name.replace('_', ' ')}" for name, seconds in s["cpu"].items())
     lines = [
-        f"{len(report['losses'])} steps in {s['training']:.0f} s: {steps:.0f} s of training, {waits:.0f} s of waiting; {s['all']:.0f} s in all",
+        f"{len(report['losses'])} steps in {s['training']:.0f} s: {steps:.0f} s of training, {waits:.0f} s of waiting; {s['all']:.0f} s in all; CPU: {cpu}",
         f"agreement on held-out prompts: {trained}, untrained {a['untrained'][0]:.3f}, unigram {a['unigram']:.3f}",
         f"mean accepted length: {n['trained']:.2f}, untrained {n['untrained']:.2f}, unigram {n['unigram']:.2f}",
         f"weights sha256 {report['weights_sha256']}",

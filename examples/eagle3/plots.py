@@ -44,14 +44,14 @@ def loss(report: dict[str, Any], axes: Any) -> None:
     over = max(1, len(steps) // 40)
     for k in range(report["options"]["ttt"]):
         axes.plot(steps, smooth([each[k] for each in report["losses"]], over), color=shade(k), label=f"{k + 1}")
-    axes.set(xlabel="optimizer step", ylabel="cross entropy, nats a token", title=f"Training loss (mean over {over} steps)")
-    axes.legend(title="test step", frameon=False)
+    axes.set(xlabel="optimizer step", ylabel="cross entropy, nats a token", title=f"Training loss, mean over {over} steps" if over > 1 else "Training loss")
+    axes.legend(title="training-time-test step", frameon=False, ncol=2)
 
 
 def agreement(report: dict[str, Any], axes: Any) -> None:
     steps = [int(s) for s in report["agreement_over_steps"]]
     for k in range(report["options"]["ttt"]):
-        axes.plot(steps, [each[k] for each in report["agreement_over_steps"].values()], color=shade(k), marker="o", markersize=3, label=f"test step {k + 1}")
+        axes.plot(steps, [each[k] for each in report["agreement_over_steps"].values()], color=shade(k), marker="o", markersize=3, label=f"step {k + 1} of the test")
     axes.axhline(report["agreement"]["unigram"], color=MARK, linestyle="--", label="unigram")
     axes.axhline(report["agreement"]["untrained"][0], color=MUTED, linestyle=":", label="untrained")
     axes.set(xlabel="optimizer step", ylabel="same first choice as the target", title="Agreement on held-out prompts", ylim=(0, None))
@@ -64,7 +64,7 @@ def accepted(report: dict[str, Any], axes: Any) -> None:
     bars = axes.bar(names, values, color=[MUTED, MARK, BLUES[1]], width=0.6)
     axes.bar_label(bars, [f"{v:.2f}" for v in values], padding=3)
     most = report["options"]["chain"] + 1
-    axes.axhline(1, color=MUTED, linewidth=0.8)
+    axes.axhline(1, color=MUTED, linewidth=0.8, zorder=0)
     axes.set(ylabel="tokens a pass of the target", title=f"Mean accepted length on held-out prompts (1 to {most})", ylim=(0, max(most, *values) * 1.05))
 
 
