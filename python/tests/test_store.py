@@ -351,3 +351,7 @@ def test_errors_can_be_sent_between_processes() -> None:
     for cls in sluice.errors.BY_CODE.values():
         e = pickle.loads(pickle.dumps(cls("wrong", op="put", subject="s", hint="mend it")))
         assert type(e) is cls and str(e) == "put: s: wrong (mend it)" and e.code == cls.code
+
+
+def test_an_error_shows_nothing_that_disturbs_a_terminal() -> None:
+    assert str(sluice.NotFoundError("gone\x1b[2J", subject="s\u202e\r")) == "s??: gone?[2J"

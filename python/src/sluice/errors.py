@@ -30,10 +30,15 @@ class SluiceError(Exception):
         # Not Exception.__str__: KeyError would show its argument's repr.
         head = ": ".join(part for part in (self.op, self.subject) if part)
         text = ": ".join(part for part in (head, self.detail or self.code) if part)
-        return f"{text} ({self.hint})" if self.hint else text
+        return _printable(f"{text} ({self.hint})" if self.hint else text)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.detail, self.op, self.subject, self.hint, self.request), self.__dict__
+
+
+def _printable(text: str) -> str:
+    """Without what could disturb a terminal, or reorder what is read: names and reasons may come from anywhere."""
+    return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
 def _rebuild(cls: type[SluiceError], detail: str, op: str, subject: str, hint: str, request: str) -> SluiceError:

@@ -310,7 +310,7 @@ class RunStore(FeatureStore):
                 )
         if len(header.entries) != len(ref.feature_specs):
             raise CorruptError(f"the file has {len(header.entries)} features, the ref promises {len(ref.feature_specs)}", op="get", subject=ref.sample_id)
-        return tensorfile.decode(memory, ref.feature_names())
+        return tensorfile.decode(memory, ref.feature_names(), header=header)
 
     def _still_there(self, ref: SampleRef) -> bool:
         try:
