@@ -220,6 +220,16 @@ def test_what_is_in_a_directory_is_there_again(tmp_path: Path) -> None:
     gone(again)
 
 
+def test_who_has_another_runtime_directory_joins_nevertheless(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with service.private(tmp_path, idle=0.1) as a:
+        other = base.parent / "other"
+        other.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(other))
+        with service.private(tmp_path) as b:
+            assert (b.pid, b.socket) == (a.pid, a.socket)
+    gone(a)
+
+
 def test_there_is_one_service_a_process() -> None:
     with service.private(idle=0.1) as a, service.private(idle=0.1) as b:
         assert a.pid == b.pid

@@ -286,6 +286,7 @@ def _start_or_join(place: _Place, flags: list[str], timeout: float) -> tuple[End
             # Another one has the folder: it comes up, and is to be joined, or it ends just now, and is to be followed.
             process.forget()
             process = None
+            place = place._replace(socket=_socket_of(place))
             not_before, pause = time.monotonic() + pause, min(2 * pause, 0.5)
     except BaseException:
         if process is not None:
@@ -335,6 +336,16 @@ def _hold(path: Path) -> _Hold | None:
     finally:
         if not held:
             hold.close()
+
+
+def _socket_of(place: _Place) -> Path:
+    """Where the one who has the state directory says that its socket is: not where this process would have it, if their runtime directories differ."""
+    path = place.state / "endpoint.json"
+    try:
+        socket = json.loads(path.read_bytes()).get("socket")
+        return Path(socket) if isinstance(socket, str) and path.stat().st_uid == os.geteuid() else place.socket
+    except (OSError, ValueError, AttributeError):
+        return place.socket  # it has left no word yet, or does not any more
 
 
 def _check(place: _Place, hold: _Hold) -> int | None:
