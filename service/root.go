@@ -70,18 +70,21 @@ func chooseRoot(o *Options, memory string) (dir, why string) {
 
 // openRoot takes the root for this process. id is that of a root that is not there yet.
 func openRoot(dir string, me owner, id string) (*root, error) {
-	if parent := filepath.Dir(dir); strings.HasPrefix(parent, memoryDir+"/") {
-		// Anybody may make directories in memoryDir, so the one of our name may be a stranger's.
-		if err := os.Mkdir(parent, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-			return nil, &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: parent, Detail: "can't be made", Err: err}
-		}
-		if err := checkPrivate(parent); err != nil {
+	parent := filepath.Dir(dir)
+	inMemory := strings.HasPrefix(parent, memoryDir+"/")
+	if inMemory {
+		if err := ownParent(parent); err != nil {
 			return nil, err
 		}
 	}
 	lock, err := own(dir, me)
 	if err != nil {
 		return nil, err
+	}
+	if inMemory { // a private service that ended may have removed it in between, and somebody else have made it
+		if err := checkPrivate(parent); err != nil {
+			return nil, errors.Join(err, lock.Close())
+		}
 	}
 	r := &root{lock: lock}
 	// Sample files are named to clients by the path that the store has in its URI, which is without links.
@@ -93,6 +96,19 @@ func openRoot(dir string, me owner, id string) (*root, error) {
 		return nil, err
 	}
 	return r, nil
+}
+
+// ownParent makes the directory of this user's stores in memory. Anybody may make directories there, so the one of our name may be a stranger's.
+func ownParent(dir string) error {
+	for tries := 1; ; tries++ {
+		if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
+			return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: dir, Detail: "can't be made", Err: err}
+		}
+		err := checkPrivate(dir)
+		if err == nil || tries == 100 || !errors.Is(err, sluice.ErrNotFound) { // else a private service that ended has just removed it
+			return err
+		}
+	}
 }
 
 func (r *root) prepare(id string) error {
