@@ -42,7 +42,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 	}
 	c := &cobra.Command{
 		Use:   "runs",
-		Short: "List, create, describe, close and delete the runs of a service",
+		Short: "List, create, describe, configure, close and delete the runs of a service",
 		Example: `  sluice runs
   sluice runs create r1 --algorithm eagle3 --max-bytes 4GiB
   sluice runs close r1 --cause "the target failed"
@@ -110,7 +110,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 	}
 	deleting.Flags().BoolVar(&yes, "yes", false, "also if it holds samples")
 
-	c.AddCommand(describe, closing, deleting, createRunCommand(&service, stdout, stderr, &asJSON))
+	c.AddCommand(describe, closing, deleting, createRunCommand(&service, stdout, stderr, &asJSON), configureRunCommand(&service, stdout, stderr, &asJSON))
 	return c
 }
 
@@ -191,6 +191,52 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
 	f.BoolVar(&windows.DropTail, "drop-tail", false, "drop an incomplete last window instead of padding it")
 	f.StringSliceVar(&spec.TargetVersions, "target-versions", nil, "target `versions` that are let in (default any)")
 	f.StringVar(&spec.MinDraftVersion, "min-draft-version", "", "lowest draft version that is let in (default any)")
+	return c
+}
+
+func configureRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *bool) *cobra.Command {
+	var (
+		timeout   time.Duration
+		high, low byteSize
+		reopen    bool
+	)
+	c := &cobra.Command{
+		Use:   "configure RUN",
+		Short: "Change the lease time and the marks of a run, and reopen one that is closed and drained",
+		Example: `  sluice runs configure r1 --visibility-timeout 2m --high-mark 3GiB
+  sluice runs configure r1 --reopen`,
+		Args: arguments(cobra.ExactArgs(1)),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			change := sluice.RunChange{Reopen: reopen}
+			changed := cmd.Flags().Changed
+			if changed("visibility-timeout") {
+				change.VisibilityTimeout = &timeout
+			}
+			if changed("high-mark") {
+				change.HighWatermarkBytes = (*int64)(&high)
+			}
+			if changed("low-mark") {
+				change.LowWatermarkBytes = (*int64)(&low)
+			}
+			if err := change.Validate(); err != nil {
+				return err
+			}
+			call, err := service.dial(stderr)
+			if err != nil {
+				return err
+			}
+			var r wire.Run
+			if err := call.do(cmd.Context(), http.MethodPost, runPath(args[0], "/configure"), wire.ConfigureOf(&change), &r); err != nil {
+				return err
+			}
+			return showRun(stdout, &r, *asJSON)
+		},
+	}
+	f := c.Flags()
+	f.DurationVar(&timeout, "visibility-timeout", 0, "how long a lease lives that is given or renewed from now on")
+	f.Var(&high, "high-mark", "`size` at which producers pause")
+	f.Var(&low, "low-mark", "`size` at which they go on")
+	f.BoolVar(&reopen, "reopen", false, "take puts again; the run must be drained")
 	return c
 }
 
