@@ -1,11 +1,22 @@
 from __future__ import annotations
 
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 import sluice
+from sluice.loader import Loader
+from sluice.stats import bottleneck_number
 
+from .conftest import Service
 from .samples import fill, ids, put, tensors, wait_until
 
 
@@ -253,3 +264,319 @@ def test_tensors_stay_valid_and_writable_after_the_step(run: sluice.Run) -> None
         assert float(t.sum()) == i * t.shape[1] * t.shape[2]
         t[...] = 7
         assert tensors(i)["aux_hidden_states"].shape == tuple(t.shape)
+
+
+# -- time and others ----------------------------------------------------------------------------------------------------
+
+
+def test_leases_are_renewed_while_the_trainer_trains(client: sluice.Client, run_id: str) -> None:
+    with client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, visibility_timeout=0.6) as run:
+        fill(run, 2)
+        loader = run.loader(batch=1, ack="step")
+        next(loader)
+        time.sleep(1.5)  # it must be longer than a lease lives
+        loader.step()
+        status = run.status()
+        assert (status["acked"], status["expired"], loader.counts().stale) == (1, 0, 0)
+
+
+def test_renewal_ends_with_the_trainers_silence_and_comes_back_with_it(client: sluice.Client, run_id: str, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    with client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, visibility_timeout=0.6) as run:
+        fill(run, 1)
+        loader = Loader(run, batch=1, ack="step", clock=lambda: now[0])
+        next(loader)
+        now[0] += 1799
+        time.sleep(1.2)
+        assert run.status()["expired"] == 0
+        loader.touch()
+        now[0] += 1799
+        time.sleep(1.2)
+        assert run.status()["expired"] == 0
+        now[0] += 1.5
+        wait_until(lambda: run.status()["expired"] == 1, "the lease to run out")
+        assert "the trainer has made no call for 1800 s" in caplog.text
+        loader.step()
+        assert loader.counts().stale == 1
+        assert run.status()["acked"] == 0
+        assert ids(next(loader)) == ["s-0"]
+
+
+def test_two_consumers_share_the_stream_and_none_gets_what_the_other_has(run: sluice.Run) -> None:
+    fill(run, 40)
+    got: dict[str, list[str]] = {"a": [], "b": []}
+
+    def train(name: str) -> None:
+        for batch in run.loader(batch=2, consumer=name, timeout=30):
+            got[name] += ids(batch)
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in got]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert sorted(got["a"] + got["b"]) == sorted(f"s-{i}" for i in range(40))
+    assert run.status()["acked"] == 40
+
+
+def test_a_newer_incarnation_takes_over_and_the_older_is_stale(run: sluice.Run) -> None:
+    fill(run, 4)
+    old = run.loader(batch=2, consumer="t", incarnation=1, ack="step", prefetch=0)
+    assert ids(next(old)) == ["s-0", "s-1"]
+    new = run.loader(batch=2, consumer="t", incarnation=2)
+    assert ids(next(new)) == ["s-0", "s-1"]
+    with pytest.raises(sluice.StaleError, match="incarnation 1 was superseded by 2"):
+        old.step()
+    with pytest.raises(sluice.StaleError):
+        next(old)
+    old.close()
+    assert [ids(b) for b in new] == [["s-2", "s-3"]]
+    assert run.status()["acked"] == 4
+
+
+def test_a_restart_of_the_service_in_the_middle_loses_nothing(own_service: Service) -> None:
+    with sluice.connect(own_service.socket, run="r", create={"algorithm": "eagle3", "max_bytes": 1 << 26, "visibility_timeout": 5}) as run:
+        fill(run, 60)
+        acked: list[str] = []
+        taken: list[str] = []
+        loader = run.loader(batch=3, ack="step", timeout=60)
+        for n, batch in enumerate(loader):
+            taken += ids(batch)
+            if n in (3, 9):
+                own_service.kill()
+                own_service.start()
+            run.step()
+            acked += ids(batch)
+        assert set(acked) == {f"s-{i}" for i in range(60)}
+        status = run.status()
+        assert (status["acked"], status["pending"], status["outstanding"], status["dead"]) == (60, 0, 0, 0)
+        # A service that is killed forgets leases. What was trained on twice is what the acknowledgement was told to be stale, and no more.
+        assert len(taken) - len(set(taken)) == loader.counts().stale <= 2 * 3
+
+
+def test_a_step_survives_a_service_that_is_away(own_service: Service) -> None:
+    with sluice.connect(own_service.socket, run="r", create={"algorithm": "eagle3", "max_bytes": 1 << 26}) as run:
+        fill(run, 4)
+        loader = run.loader(batch=2, ack="step")
+        next(loader)
+        own_service.kill()
+        starter = threading.Timer(1.0, own_service.start)
+        starter.start()
+        loader.step()
+        starter.join(30)
+        assert run.status()["acked"] + loader.counts().stale == 2
+        rest = [i for b in loader for i in ids(b)]
+        run.step()
+        assert {"s-2", "s-3"} <= set(rest)
+        assert run.status()["acked"] == 4
+
+
+def test_close_while_the_service_is_away_takes_five_seconds_and_says_so(own_service: Service) -> None:
+    run = sluice.connect(own_service.socket, run="r", create={"algorithm": "eagle3", "max_bytes": 1 << 26})
+    try:
+        fill(run, 8)
+        loader = run.loader(batch=2)
+        next(loader)
+        own_service.kill()
+        begin = time.monotonic()
+        with pytest.raises(sluice.UnavailableError, match="could not give everything back within 5 s"):
+            loader.close()
+        assert time.monotonic() - begin < 8
+        figures = run.stats()
+        assert (figures["service_up"], figures["bottleneck"], figures["batches"]) == (0.0, -1.0, 1.0)
+        assert run.bottleneck().startswith("not known: ")
+        assert time.monotonic() - begin < 12
+    finally:
+        with pytest.raises(sluice.UnavailableError):
+            run.close()
+
+
+# -- state --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_goes_on_as_the_same_consumer_one_incarnation_later(run: sluice.Run) -> None:
+    fill(run, 6, target="sha256:aa", tokenizer="sha256:bb")
+    loader = run.loader(batch=2, ack="step", consumer="t")
+    next(loader)
+    loader.step()
+    next(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state == {
+        "version": 1, "run_id": run.run_id, "schema": "eagle3", "schema_version": 1, "consumer": "t", "incarnation": 0, "rank": 0, "ranks": 1, "member": 0, "members": 1, "batch": 2,
+        "ack": "step", "target_model_version": "0", "target": "sha256:aa", "tokenizer": "sha256:bb", "settled_window": None, "settled_samples": 2,
+    }
+    resumed = run.loader(batch=2, ack="step")
+    resumed.load_state_dict(state)
+    assert (resumed.consumer.name, resumed.consumer.incarnation) == ("t", 1)
+    assert resumed.state_dict() == state | {"incarnation": 1}
+    assert ids(next(resumed)) == ["s-2", "s-3"]
+    with pytest.raises(sluice.ConflictError):
+        resumed.load_state_dict(state)
+    with pytest.raises(sluice.StaleError):
+        loader.step()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", 2), ("run_id", "other"), ("schema", "dflash"), ("schema_version", 2), ("rank", 1), ("ranks", 2), ("member", 1), ("members", 2), ("batch", 4), ("ack", "next"),
+        ("incarnation", -1), ("incarnation", "1"), ("settled_samples", 1.5), ("settled_window", "x"), ("consumer", "a b"), ("target", 3), ("batch", True), ("extra", 1),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_field(run: sluice.Run, field: str, value: object) -> None:
+    loader = run.loader(batch=1, ack="step")
+    with pytest.raises(sluice.InvalidError) as e:
+        loader.load_state_dict(loader.state_dict() | {field: value})
+    assert e.value.subject == field
+    lacking = loader.state_dict()
+    del lacking["consumer"]
+    with pytest.raises(sluice.InvalidError, match="is missing in the state"):
+        loader.load_state_dict(lacking)
+
+
+@pytest.mark.parametrize("field", ["target", "tokenizer"])
+def test_a_state_of_another_target_is_refused_at_the_first_batch_and_gives_its_leases_back(run: sluice.Run, field: str) -> None:
+    fill(run, 2, **{field: "sha256:new"})
+    loader = run.loader(batch=2)
+    loader.load_state_dict(loader.state_dict() | {"target_model_version": "0", field: "sha256:old"})
+    with pytest.raises(sluice.InvalidError, match="sha256:old") as e:
+        next(loader)
+    assert e.value.subject == field
+    status = run.status()
+    assert (status["failed"], status["dead"], status["pending"]) == (0, 0, 2)
+
+
+def test_a_target_that_was_synced_anew_since_the_state_is_no_mismatch(run: sluice.Run) -> None:
+    fill(run, 2, version="7", target="sha256:new")
+    loader = run.loader(batch=2)
+    loader.load_state_dict(loader.state_dict() | {"target_model_version": "6", "target": "sha256:old"})
+    assert len(ids(next(loader))) == 2
+    assert loader.state_dict()["target"] == "sha256:new"
+
+
+# -- figures ------------------------------------------------------------------------------------------------------------
+
+
+def test_stats_are_flat_floats_of_the_loaders_and_the_run(run: sluice.Run) -> None:
+    fill(run, 6, close=False)
+    loader = run.loader(batch=2, ack="step")
+    for _ in range(2):
+        next(loader)
+        run.step()
+    figures = run.stats()
+    assert all(type(v) is float for v in figures.values())
+    assert {k: figures[k] for k in ("batches", "samples", "tokens", "supervised_tokens", "acked", "redelivered", "dead", "stale", "service_up", "bottleneck")} == {
+        "batches": 2.0, "samples": 4.0, "tokens": 24.0, "supervised_tokens": 20.0, "acked": 4.0, "redelivered": 0.0, "dead": 0.0, "stale": 0.0, "service_up": 1.0, "bottleneck": 0.0,
+    }
+    assert figures["fetch_gb_per_second"] > 0
+    assert figures["resident_bytes"] > 0
+    assert figures["target_tokens_per_second"] > 0
+    assert run.bottleneck().startswith("none: ")
+    loader.close()
+    assert run.stats()["batches"] == 2.0
+    next(run.loader(batch=2))
+    assert run.stats()["batches"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("sentence", "number"), [("none: of 3s", 0), ("the target: consumers waited", 1), ("the trainer: producers", 2), ("balanced: x", 3), ("wedged: y", 4), ("something new", -1)]
+)
+def test_a_bottleneck_has_a_number(sentence: str, number: float) -> None:
+    assert bottleneck_number(sentence) == number
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_one_line_on_a_terminal_and_nothing_elsewhere(run: sluice.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(run, 4)
+    for stream, said in ((io.StringIO(), False), (_Terminal(), True)):
+        monkeypatch.setattr("sys.stderr", stream)
+        with run.loader(batch=1, progress=True) as loader:
+            next(loader)
+            next(loader)
+        text = stream.getvalue()
+        assert bool(text) is said
+    assert text.count("\n") == 1
+    assert "2 batches, 2 samples" in text
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_can_not_use_its_parents_loader_and_its_end_settles_nothing(run: sluice.Run) -> None:
+    fill(run, 8)
+    loader = run.loader(batch=2, ack="step")
+    next(loader)
+    before = run.status()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            for call in (lambda: next(loader), loader.step, run.step, loader.state_dict):
+                try:
+                    call()
+                except sluice.ClosedError as e:
+                    code = 0 if "owns nothing" in str(e) else 2
+                if code:
+                    break
+            loader.close()
+            del loader, call
+            own = run.loader(batch=1)
+            code = code or (0 if ids(own.next(timeout=20)) else 3)
+            run.close()
+        finally:
+            os._exit(code)
+    assert wait_until(lambda: os.waitpid(pid, os.WNOHANG)[1:] if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) else None, "the child", 40) == (0,)
+    loader.step()
+    status = run.status()
+    assert (status["acked"] - before["acked"], status["stale"]) == (2 + 1, 0)  # the child's own batch, by its regular close
+    assert len([ids(b) for b in loader]) == 3
+    run.step()
+    assert run.status()["acked"] == 8
+
+
+INTERRUPTED = """
+import sys, sluice
+with sluice.connect(sys.argv[1], run=sys.argv[2]) as run:
+    for batch in run.loader(batch=2, ack=sys.argv[3]):
+        print("took", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("ack", "n"), [("step", 4), ("next", 2)])
+def test_ctrl_c_in_a_program_gives_the_leases_back_at_once(run: sluice.Run, service: Service, ack: str, n: int) -> None:
+    fill(run, n, close=False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, service.socket, run.run_id, ack], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        for _ in range(n // 2):
+            assert process.stdout.readline() == b"took\n"  # now it waits for a batch that does not come
+        wait_until(lambda: run.status()["consumers_waiting"], "the program to wait")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait(10)
+    assert b"KeyboardInterrupt" in err
+    status = run.status()
+    # In mode "next" the batch was acknowledged when the next one was asked for.
+    assert (status["outstanding"], status["failed"], status["pending"], status["acked"]) == ((0, 0, 4, 0) if ack == "step" else (0, 0, 0, 2))
+    assert status["consumers"] == []
+
+
+def test_no_thread_is_left_when_the_client_is_closed_first(service: Service, run_id: str) -> None:
+    client = sluice.Client(service.socket)
+    run = client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26)
+    fill(run, 2, close=False)
+    loader = run.loader(batch=1)
+    next(loader)
+    client.close()
+    with pytest.raises(sluice.ClosedError):
+        while True:
+            next(loader)
+    run.close()

@@ -240,6 +240,7 @@ class Stream:
         with self._cv:
             self._permits = self.settings.prefetch
         self.transport.work_later()  # it takes over what a finalizer leaves to be done
+        self.transport.on_return.append(self._back)
         for name, work in (("sluice-fetch", self._fetch), ("sluice-renew", self._renew)):
             thread = threading.Thread(target=work, name=name, daemon=True)
             self._threads.append(thread)
@@ -357,6 +358,8 @@ class Stream:
                     self.transport.soon(lambda: self._free(pieces))
             self.open = []
             self.done = True
+            if self._threads:
+                self.transport.on_return.remove(self._back)
         finally:
             self._call.release()
 
@@ -475,9 +478,16 @@ class Stream:
     def _drop(self, pieces: list[_Piece]) -> None:
         """Give back a batch that others may be training on already."""
         self._free(pieces)
+        ours = []
         with self._cv:
             self._counts.dropped += 1
-        self._settle([p.lease.lease_id for p in pieces], "return")
+            for p in pieces:
+                h = self._held.get(p.lease.lease_id)
+                if h is not None and h.lost:
+                    del self._held[p.lease.lease_id]
+                elif h is not None:
+                    ours.append(p.lease.lease_id)
+        self._settle(ours, "return")
 
     def _ack_open(self, patience: float | None = None) -> None:
         batches = self.open
@@ -832,6 +842,13 @@ class Stream:
             dormant = idle
             if live and not idle:
                 self._renew_once([h.lease for h in live])
+
+    def _back(self) -> None:
+        """The service is there again. One that was killed has forgotten leases: what was made ahead of them is not to be trained on, since it comes again."""
+        with self._cv:
+            live = [h.lease for h in self._held.values() if not h.lost]
+        if live and os.getpid() == self.pid:
+            self._renew_once(live)
 
     def _renew_once(self, leases: list[Lease]) -> None:
         begin = time.monotonic()
