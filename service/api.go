@@ -336,14 +336,14 @@ func bodyError(err error) error {
 	return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: "could not be read", Err: err}
 }
 
-// header sets what every answer has.
+// header sets what every answer has; what a browser must not do with it is the door's matter.
 func (c *call) header() http.Header {
 	h := c.w.Header()
-	h.Set(wire.RequestHeader, c.id)
-	h.Set("Cache-Control", "no-store")
-	h.Set("X-Content-Type-Options", "nosniff")
+	h[wire.RequestHeader] = []string{c.id}
 	return h
 }
+
+var jsonType = []string{"application/json"}
 
 // begin writes the status.
 func (c *call) begin(status int) {
@@ -361,7 +361,7 @@ func (c *call) encode(status int, v any) error {
 	b.Write(text)
 	b.WriteByte('\n')
 	h := c.header()
-	h.Set("Content-Type", "application/json")
+	h["Content-Type"] = jsonType
 	h.Set("Content-Length", strconv.Itoa(b.Len()))
 	c.begin(status)
 	_, _ = c.w.Write(b.Bytes()) // who is gone does not hear of it

@@ -590,6 +590,15 @@ func TestAnswersTellBrowsersWhatNotToDo(t *testing.T) {
 	if a := w.do(w.request("GET", "/v1/status", "")); a.header.Get("Content-Security-Policy") == "" || !a.close {
 		t.Errorf("a refusal: %v", a.header)
 	}
+	// A form makes a POST whose answer is shown, and has no token.
+	for _, path := range []string{"/login", "/v1/runs/r/commit"} {
+		if a := w.do(w.request("POST", path, "")); a.header.Get("Content-Security-Policy") == "" || a.header.Get("X-Content-Type-Options") != "nosniff" {
+			t.Errorf("POST %s: %v", path, a.header)
+		}
+	}
+	if a := w.do(w.request("POST", "/v1/runs/r/commit", "", w.bearer("operator"))); a.header.Get("Content-Security-Policy") != "" {
+		t.Errorf("the answer to a program's call tells browsers something: %v", a.header)
+	}
 }
 
 func TestTheEndpointFileLeadsToTheService(t *testing.T) {

@@ -50,7 +50,9 @@ func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if !ok {
 		panic("access: a call that came through no connection of the door")
 	}
-	protect(w.Header(), strings.HasPrefix(r.URL.Path, "/v1/"))
+	if r.Method != http.MethodPost || r.Header["Authorization"] == nil { // forms can set no such header, so nothing that could be shown answers one
+		protect(w.Header(), strings.HasPrefix(r.URL.Path, "/v1/"))
+	}
 	if !c.unix { // no browser reaches the socket
 		if !d.hostAllowed(r, c) {
 			g.refuse(w, r, &wire.Problem{Status: http.StatusForbidden, Code: string(sluice.Denied), Title: "Denied", Detail: "the service is not called by this name", Hint: "call it by its address, or start it with --allow-host and the name"})
