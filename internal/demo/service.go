@@ -7,12 +7,12 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"syscall"
 	"time"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/client"
+	"github.com/sluice-ml/sluice/internal/child"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
 
@@ -47,7 +47,7 @@ func runService(ctx context.Context, o *Options, cfg sluice.RunConfig, info slui
 type daemon struct {
 	state string
 	cmd   *exec.Cmd
-	ended chan error
+	ended <-chan error
 }
 
 // startService starts a service in the folder, and returns when it answers.
@@ -56,7 +56,7 @@ func startService(ctx context.Context, dir *folder, maxBytes int64) (*daemon, er
 	if err != nil {
 		return nil, err
 	}
-	d := &daemon{state: filepath.Join(dir.Path, "state"), ended: make(chan error, 1)}
+	d := &daemon{state: filepath.Join(dir.Path, "state")}
 	log, err := os.OpenFile(filepath.Join(dir.Path, "service.log"), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, err
@@ -66,19 +66,7 @@ func startService(ctx context.Context, dir *folder, maxBytes int64) (*daemon, er
 		"serve", "--state", d.state, "--store", dir.store(), "--max-bytes", fmt.Sprint(maxBytes), "--no-tcp")
 	d.cmd.Args[0] = os.Args[0]
 	d.cmd.Stdout, d.cmd.Stderr = log, log
-	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // an interrupt from the terminal is for the demo, which ends its children
-	dieWithParent(d.cmd.SysProcAttr)
-	started := make(chan error, 1)
-	go func() { // ends with the service
-		runtime.LockOSThread() // for the kernel the parent is the thread that starts it
-		defer runtime.UnlockOSThread()
-		err := d.cmd.Start()
-		started <- err
-		if err == nil {
-			d.ended <- d.cmd.Wait()
-		}
-	}()
-	if err := <-started; err != nil {
+	if d.ended, err = child.Start(d.cmd); err != nil {
 		return nil, &sluice.Error{Kind: sluice.Denied, Op: "demo: service", Detail: "cannot be started", Err: err}
 	}
 	for {

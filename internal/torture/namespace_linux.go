@@ -11,12 +11,13 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/sluice-ml/sluice/internal/child"
 )
 
 // isolate makes cmd run in mount namespace of its own, so that it may mount a small file system and fill it, and nobody else sees that. Who is not root gets a user namespace with it.
 func isolate(cmd *exec.Cmd) {
-	// In a group of its own: an interrupt from the terminal is for this process, which tells it once. A second one would end it the hard way.
-	attr := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL, Setpgid: true}
+	attr := &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS}
 	if uid := os.Geteuid(); uid != 0 {
 		attr.Cloneflags |= syscall.CLONE_NEWUSER
 		attr.UidMappings = []syscall.SysProcIDMap{{ContainerID: uid, HostID: uid, Size: 1}}
@@ -66,11 +67,6 @@ func usedBytes(dir string) (int64, error) {
 // supported says why this system can't be tortured, if so.
 func supported() error { return nil }
 
-// dieWithParent makes cmd die with this process, and by nothing that the terminal sends.
-func dieWithParent(cmd *exec.Cmd) {
-	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL, Setpgid: true}
-}
-
 func unmount(dir string) error { return unix.Unmount(dir, unix.MNT_DETACH) }
 
 // Isolated runs this binary with the arguments where it may mount file systems that nobody else sees, and returns its exit status. ok is false if this host does not allow that.
@@ -84,14 +80,17 @@ func Isolated(ctx context.Context, args []string, stdout, stderr io.Writer) (sta
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = nil, stdout, stderr
 	cmd.Cancel = func() error { return cmd.Process.Signal(unix.SIGTERM) }
 	isolate(cmd)
-	cmd.SysProcAttr.Setpgid = true // a terminal's interrupt reaches it through Cancel alone: a second signal would end it before it has cleaned up
-	if err := cmd.Start(); err != nil {
+	ended, err := child.Start(cmd) // a terminal's interrupt reaches it through Cancel alone: a second signal would end it before it has cleaned up
+	if err != nil {
 		return 0, false, nil //nolint:nilerr // the caller goes on without, and says so
 	}
-	err = cmd.Wait()
+	err = <-ended
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() >= 0 {
 		return exit.ExitCode(), true, nil
+	}
+	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); ok && ctx.Err() != nil && status.Signal() == unix.SIGTERM {
+		return 0, true, context.Cause(ctx) // it had not begun, and so had nothing to clean up
 	}
 	return 0, true, err
 }

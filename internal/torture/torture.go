@@ -20,6 +20,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/client"
+	"github.com/sluice-ml/sluice/internal/child"
 	"github.com/sluice-ml/sluice/internal/scratch"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
@@ -141,13 +142,13 @@ func (r *rack) start(name string, args ...string) (*process, error) {
 	cmd.Args[0] = os.Args[0]
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.Env = append(os.Environ(), wire.EnvState+"="+r.state(), wire.EnvURL+"=", wire.EnvTokenFile+"=")
-	dieWithParent(cmd)
-	if err := cmd.Start(); err != nil {
+	ended, err := child.Start(cmd)
+	if err != nil {
 		return nil, errors.Join(err, log.Close())
 	}
 	p := &process{cmd: cmd, done: make(chan struct{}), log: log}
 	go func() {
-		p.err = errors.Join(cmd.Wait(), log.Close())
+		p.err = errors.Join(<-ended, log.Close())
 		close(p.done)
 	}()
 	return p, nil

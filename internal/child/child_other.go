@@ -1,8 +1,7 @@
 //go:build !linux
 
-package demo
+package child
 
 import "syscall"
 
-// dieWithParent is for Linux, where the service runs.
 func dieWithParent(*syscall.SysProcAttr) {}
