@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -29,7 +28,7 @@ room for five samples in --dir. Files lie in a folder of its own and are removed
   sluice bench --only memstore --sample 16MiB
   sluice bench --disk /var/tmp --json`,
 		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
 			people := stdout
 			if asJSON {
 				people = stderr
@@ -48,16 +47,13 @@ room for five samples in --dir. Files lie in a folder of its own and are removed
 				return bench.Run(cmd.Context(), o)
 			}()
 			if err != nil {
-				if asJSON {
-					err = errors.Join(err, printJSON(stdout, map[string]string{"error": err.Error(), "kind": string(sluice.KindOf(err))}))
-				}
 				return err
 			}
 			if asJSON {
 				return printJSON(stdout, r)
 			}
 			return nil
-		},
+		}),
 	}
 	f := c.Flags()
 	f.StringVar(&o.Dir, "dir", plan.DefaultStore, "`directory` in which dirstore is measured; best on tmpfs")

@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -39,7 +38,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
   sluice demo --service
   sluice demo --prompts mine.jsonl --model ./my-llama --store /dev/shm/demo --json`,
 		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
 			o.Algorithm = sluice.Algorithm(algorithm)
 			for _, name := range []string{"ranks", "batch", "max-tokens"} {
 				if f := cmd.Flags().Lookup(name); f.Changed && f.Value.String() == "0" { // to package demo, 0 means the default
@@ -55,9 +54,6 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 			o.Progress, o.Warn = display.Show, display.Warn
 			r, err := runDemo(cmd.Context(), o)
 			if err != nil {
-				if asJSON {
-					err = errors.Join(err, printJSON(stdout, map[string]string{"error": err.Error(), "kind": string(sluice.KindOf(err))}))
-				}
 				return err
 			}
 			people := stdout
@@ -71,10 +67,10 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 				}
 			}
 			if faults := r.Faults(); len(faults) > 0 {
-				return fmt.Errorf("demo: the stream was not right: %s", strings.Join(faults, "; "))
+				return printedError{fmt.Errorf("demo: the stream was not right: %s", strings.Join(faults, "; "))}
 			}
 			return nil
-		},
+		}),
 	}
 	c.AddCommand(&cobra.Command{
 		Use:    demo.ChildCommand,

@@ -25,7 +25,7 @@ func TestDemoEndsWithZeroOnlyIfTheStreamWasRight(t *testing.T) {
 		tc.spoil(&r)
 		runDemo = func(context.Context, demo.Options) (*demo.Result, error) { return &r, nil }
 		var stdout, stderr strings.Builder
-		if got := Main([]string{"demo", "--json"}, &stdout, &stderr); got != tc.want || tc.want != 0 && !strings.Contains(stderr.String(), "the stream was not right") || !strings.HasPrefix(stdout.String(), "{") {
+		if got := Main([]string{"demo", "--json"}, &stdout, &stderr); got != tc.want || tc.want != 0 && !strings.Contains(stderr.String(), "the stream was not right") || !strings.HasPrefix(stdout.String(), "{") || strings.Count(stdout.String(), "\n") != 1 {
 			t.Errorf("%s: status %d, want %d\n%s%s", name, got, tc.want, stdout.String(), stderr.String())
 		}
 	}

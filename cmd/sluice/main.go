@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/service"
 )
 
@@ -29,6 +30,32 @@ const alreadyRuns = 3
 
 // errUsage is in the chain of errors of the command line, which end with status 2.
 var errUsage = errors.New("")
+
+// printedError is what is wrong with an object that is on stdout already.
+type printedError struct{ error }
+
+func (e printedError) Unwrap() error { return e.error }
+
+// orErrorObject is for commands with --json: one that fails before it has printed an object prints {"error","kind"}.
+func orErrorObject(stdout io.Writer, asJSON *bool, run func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		err := run(cmd, args)
+		if err == nil || !*asJSON || errors.Is(err, errSilent) || errors.Is(err, errUsage) || errors.As(err, new(printedError)) {
+			return err
+		}
+		if werr := writeASCII(stdout, errorObject(err)); werr != nil {
+			return errors.Join(err, werr)
+		}
+		return err
+	}
+}
+
+func errorObject(err error) any {
+	return struct {
+		Error string      `json:"error"`
+		Kind  sluice.Kind `json:"kind"` // "" if it is none of ours
+	}{err.Error(), sluice.KindOf(err)}
+}
 
 // noArguments is for commands that take flags only.
 func noArguments(_ *cobra.Command, args []string) error {

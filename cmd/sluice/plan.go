@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -41,7 +40,7 @@ It ends with status 1 if --store is given and does not hold the store.`,
   sluice plan --algorithm dflash --hidden 4096 --mean-len 2000 --max-len 8192 --prompts 100000 --tokens-per-s 20000 --link 25GB/s --store /dev/shm
   sluice plan --supervision logits --vocab 152064 --hidden 4096 --mean-len 2000 --max-len 8192 --json`,
 		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
 			p, err := func() (*plan.Plan, error) {
 				given := cmd.Flags().Changed
 				var err error
@@ -71,9 +70,6 @@ It ends with status 1 if --store is given and does not hold the store.`,
 				return plan.New(in)
 			}()
 			if err != nil {
-				if asJSON {
-					err = errors.Join(err, printJSON(stdout, map[string]string{"error": err.Error(), "kind": string(sluice.KindOf(err))}))
-				}
 				return err
 			}
 			if asJSON {
@@ -89,7 +85,7 @@ It ends with status 1 if --store is given and does not hold the store.`,
 				return errSilent
 			}
 			return nil
-		},
+		}),
 	}
 	f := c.Flags()
 	f.StringVar(&algorithm, "algorithm", string(sluice.EAGLE3), "draft family: eagle3, dflash or dspark")

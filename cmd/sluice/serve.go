@@ -67,6 +67,11 @@ the file. SIGTERM or an interrupt stops in order, a second one at once. The exit
 				return &sluice.Error{Kind: sluice.Invalid, Op: "serve", Subject: "--nats-url", Detail: "holds a user or password, which every process of this host can read", Hint: "put them into a file for --nats-credentials"}
 			}
 			if noTCP {
+				for _, name := range []string{"tls-cert", "tls-key", "tls-self-signed", "insecure-allow-plaintext-tcp"} {
+					if f := cmd.Flags().Lookup(name); f.Value.String() != f.DefValue {
+						return &sluice.Error{Kind: sluice.Invalid, Op: "serve", Subject: "--no-tcp", Detail: "leaves nothing that --" + name + " could be for", Hint: "give one of the two"}
+					}
+				}
 				door.Listen = ""
 			}
 			if options.MaxBytes = int64(maxBytes.byteSize); maxBytes.none {

@@ -36,7 +36,7 @@ func statusCommand(stdout, stderr io.Writer) *cobra.Command {
   sluice status --watch
   sluice status --url https://trainer-3:7447 --token-file operator.token --json`,
 		Args: arguments(cobra.MaximumNArgs(1)),
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
@@ -67,11 +67,11 @@ func statusCommand(stdout, stderr io.Writer) *cobra.Command {
 			}
 			_, err = fmt.Fprintln(stdout, strings.Join(statusLines(&s, width), "\n"))
 			return err
-		},
+		}),
 	}
 	service.register(c)
 	c.Flags().BoolVar(&watch, "watch", false, "go on looking: redraw every second on a terminal, else a line a run every five")
-	c.Flags().BoolVar(&asJSON, "json", false, "print one JSON object, as GET /v1/status answers; with --watch one every five seconds")
+	c.Flags().BoolVar(&asJSON, "json", false, "print one JSON object, as GET /v1/status answers, or {\"error\",\"kind\"}; with --watch one every five seconds")
 	return c
 }
 
@@ -93,7 +93,7 @@ func watchStatus(ctx context.Context, w io.Writer, size func() (int, int), asJSO
 		case err != nil:
 			lines = []string{time.Now().Format(time.TimeOnly) + " " + inspect.Clean(err.Error())}
 			if asJSON {
-				if err := writeASCII(w, map[string]string{"error": err.Error()}); err != nil {
+				if err := writeASCII(w, errorObject(err)); err != nil {
 					return err
 				}
 			}

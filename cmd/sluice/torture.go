@@ -31,7 +31,7 @@ It ends with status 0 only if that is so.`,
 		Example: `  sluice torture --duration 1m
   sluice torture --duration 10m --json > torture.json`,
 		Args: noArguments,
-		RunE: func(cmd *cobra.Command, _ []string) error {
+		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
 			if o.Duration < 2*time.Second {
 				return &sluice.Error{Kind: sluice.Invalid, Op: "torture", Subject: "--duration", Detail: fmt.Sprintf("is %v, want 2s or more", o.Duration)}
 			}
@@ -72,7 +72,7 @@ It ends with status 0 only if that is so.`,
 				return errSilent
 			}
 			return nil
-		},
+		}),
 	}
 	c.AddCommand(&cobra.Command{
 		Use:    "worker",
@@ -89,7 +89,7 @@ It ends with status 0 only if that is so.`,
 	f.StringVar(&o.Dir, "dir", "", "`directory` to work in (default the temporary directory)")
 	f.BoolVar(&o.Power, "power", false, "torture a service that makes everything durable against power cuts")
 	f.BoolVar(&o.Keep, "keep", false, "keep the books and logs although nothing was found")
-	f.BoolVar(&asJSON, "json", false, "make the last line of stdout one JSON object; everything for people goes to stderr")
+	f.BoolVar(&asJSON, "json", false, "make the last line of stdout one JSON object, {\"error\",\"kind\"} if it breaks off; everything for people goes to stderr")
 	f.StringVar(&o.Fault, "fault", "", "have the service forget-ack, lose-ref or free-early: the audit must find it")
 	f.BoolVar(&o.Small, "small", false, "this process may mount a file system of its own")
 	for _, name := range []string{"fault", "small"} {
