@@ -316,6 +316,7 @@ def test_streamed_and_colocated_training_are_equal_bit_for_bit(here: None, tmp_p
     assert streamed["weights_sha256"] == alone["weights_sha256"] != other["weights_sha256"]
     assert streamed["agreement"] == alone["agreement"]
     assert streamed["accepted_length"] == alone["accepted_length"]
+    assert streamed["same_replies"]
 
     assert len(streamed["losses"]) == 3 and all(len(each) == 4 for each in streamed["losses"])
     stats = streamed["stream"]["stats"]
