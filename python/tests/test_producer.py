@@ -90,3 +90,16 @@ def test_a_newer_incarnation_takes_over(run: sluice.Run) -> None:
     assert drain(run) == (["s"], None)
     with pytest.raises(RuntimeError, match="ended"):
         new.start()
+
+
+def test_of_several_reservations_those_come_at_once_that_there_is_room_for(run: sluice.Run) -> None:
+    with run.producer("p") as p:
+        rooms = p.reserve_many([NBYTES] * 9, timeout=5)
+        assert 1 <= len(rooms) <= 4 and len({r.id for r in rooms}) == len(rooms)
+        assert run.store.counters()["reserved_bytes"] == NBYTES * len(rooms)
+        with pytest.raises(sluice.WaitTimeoutError):
+            p.reserve_many([4 * NBYTES, 1], timeout=0.05)
+        run.queue.unreserve(*(r.id for r in rooms))
+        assert [r.bytes for r in p.reserve_many([NBYTES, 1], timeout=5)] == [NBYTES, 1]
+        with pytest.raises(ValueError, match="sizes"):
+            p.reserve_many([])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,10 @@ class Producer:
     def reserve(self, nbytes: int, *, timeout: float | None = None, abort_when: Callable[[], bool] | None = None) -> Reservation:
         """Wait at the run's gate for room for one sample of ``nbytes`` bytes. Do it before the target is run; see :meth:`RunQueue.reserve`."""
         return self.run.queue.reserve(nbytes, timeout=timeout, producer=self._who, abort_when=abort_when)
+
+    def reserve_many(self, sizes: Sequence[int], *, timeout: float | None = None, abort_when: Callable[[], bool] | None = None) -> list[Reservation]:
+        """Wait at the gate for room for the first of several samples, and take that for the others as far as it is there; see :meth:`RunQueue.reserve_many`."""
+        return self.run.queue.reserve_many(sizes, timeout=timeout, producer=self._who, abort_when=abort_when)
 
     def put(
         self, sample_id: str, tensors: Mapping[str, Tensor], *, num_tokens: int | None = None, attributes: Mapping[str, str] | None = None, positions: Iterable[Position] = (),

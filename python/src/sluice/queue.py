@@ -156,7 +156,20 @@ class RunQueue:
         ``timeout`` is in seconds; None waits as long as the run lives. Raises WaitTimeoutError, AbortedError (``abort_when`` became true), FullError (larger than the cap), ClosedError,
         WedgedError (nothing can move: it says who holds what).
         """
-        body: dict[str, Any] = {"bytes": [nbytes], "request_id": new_id()}  # one id for all slices: it keeps the place in the line
+        return self.reserve_many([nbytes], timeout=timeout, producer=producer, abort_when=abort_when, cancel=cancel)[0]
+
+    def reserve_many(
+        self, sizes: Sequence[int], *, timeout: float | None = None, producer: tuple[str, int] | None = None, abort_when: Callable[[], bool] | None = None, cancel: Cancel | None = None,
+    ) -> list[Reservation]:
+        """Wait at the gate for room for the first of several samples; the others come with it as far as there is room for them at once.
+
+        So there is one reservation at least, for each of ``sizes`` from the first on until there was no room, and whoever makes several samples in one forward never waits for room while it holds
+        some. Sizes are in bytes, 1024 at most. Arguments and errors are those of :meth:`reserve`.
+        """
+        sizes = list(sizes)
+        if not 0 < len(sizes) <= MAX_BATCH:
+            raise InvalidError(f"has {len(sizes)} entries, want 1 to {MAX_BATCH}", op="reserve", subject="sizes")
+        body: dict[str, Any] = {"bytes": sizes, "request_id": new_id()}  # one id for all slices: it keeps the place in the line
         if producer:
             body["producer"] = _producer(producer)
         until = None if timeout is None else time.monotonic() + timeout
@@ -171,10 +184,10 @@ class RunQueue:
                 self._unreserve_asked(body)
                 raise
             if got:
-                return Reservation(str(got[0]["id"]), int(got[0]["bytes"]), float(got[0]["expires_seconds"]))
+                return [Reservation(str(r["id"]), int(r["bytes"]), float(r["expires_seconds"])) for r in got]
             if until is not None and time.monotonic() >= until:
                 self._unreserve_asked(body)
-                raise WaitTimeoutError(f"no room for {nbytes} bytes within {timeout} s", op="reserve", subject=self.run_id, hint="`sluice status` says who holds what")
+                raise WaitTimeoutError(f"no room for {sizes[0]} bytes within {timeout} s", op="reserve", subject=self.run_id, hint="`sluice status` says who holds what")
 
     def _unreserve_asked(self, body: dict[str, Any]) -> None:
         """It may have been granted meanwhile: asking again with the same id tells, and what comes is given back."""
