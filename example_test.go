@@ -68,7 +68,7 @@ func ExampleError() {
 	fmt.Println(err)
 	// Output:
 	// true invalid
-	// caps "HighWatermarkBytes": is 2147483648, want 1 to MaxBytes (1073741824)
+	// caps "high_watermark_bytes": is 2147483648, want 1 to max_bytes (1073741824)
 }
 
 func ExampleRunConfig_Resolve() {

@@ -86,7 +86,7 @@ func (g *Gate) Reserve(ctx context.Context, bytes int64) (Reservation, error) {
 		return Reservation{}, &Error{Kind: Invalid, Op: "gate: reserve", Detail: fmt.Sprintf("%d bytes, want 0 or more", bytes)}
 	}
 	if limit := g.room.Health().Caps.MaxBytes; limit > 0 && bytes > limit {
-		return Reservation{}, &Error{Kind: Full, Op: "gate: reserve", Detail: fmt.Sprintf("a sample of %d bytes does not fit the cap of %d bytes", bytes, limit), Hint: "raise MaxBytes or shorten the sample"}
+		return Reservation{}, &Error{Kind: Full, Op: "gate: reserve", Detail: fmt.Sprintf("a sample of %d bytes does not fit the cap of %d bytes", bytes, limit), Hint: "raise max_bytes or shorten the sample"}
 	}
 	w := &gateWaiter{bytes: bytes, since: g.opts.Clock.Now(), done: make(chan struct{})}
 	g.mu.Lock()

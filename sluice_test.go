@@ -15,8 +15,8 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestErrorReadsAsASentence(t *testing.T) {
 	t.Parallel()
-	err := fmt.Errorf("outer: %w", &Error{Kind: Full, Op: "dirstore: put", Subject: "s-17", Detail: "5 GiB does not fit", Hint: "raise MaxBytes", Err: io.ErrShortWrite})
-	if got, want := err.Error(), `outer: dirstore: put "s-17": 5 GiB does not fit: short write; raise MaxBytes`; got != want {
+	err := fmt.Errorf("outer: %w", &Error{Kind: Full, Op: "dirstore: put", Subject: "s-17", Detail: "5 GiB does not fit", Hint: "raise max_bytes", Err: io.ErrShortWrite})
+	if got, want := err.Error(), `outer: dirstore: put "s-17": 5 GiB does not fit: short write; raise max_bytes`; got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
 	if !errors.Is(err, ErrFull) || errors.Is(err, ErrNoSpace) || !errors.Is(err, io.ErrShortWrite) || KindOf(err) != Full || KindOf(io.EOF) != "" {
@@ -149,16 +149,16 @@ func TestCapsFillInMarksAndRefuseContradictions(t *testing.T) {
 		caps Caps
 		want string
 	}{
-		{Caps{}, "neither MaxBytes nor MaxSamples is set"},
-		{Caps{MaxBytes: -1}, `"MaxBytes": is -1, want 0 (unset) or more`},
-		{Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"HighWatermarkBytes": is 11, want 1 to MaxBytes (10)`},
-		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: 5}, `"LowWatermarkBytes": is 5, want 0 or more and less than HighWatermarkBytes (5)`},
-		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: -1}, `"LowWatermarkBytes": is -1`},
-		{Caps{MaxBytes: 10, HighWatermarkSamples: -5}, `"HighWatermarkSamples": is -5, want 1 or more`},
-		{Caps{MaxBytes: 10, HighWatermarkSamples: 1 << 53}, `"HighWatermarkSamples": is 9007199254740992, want 1 or more, and less than 2^53`},
-		{Caps{MaxBytes: 10, HighWatermarkSamples: 5, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0 or more and less than HighWatermarkSamples (5)`},
-		{Caps{MaxBytes: 10, LowWatermarkSamples: 5}, `"LowWatermarkSamples": is 5, want 0, since neither HighWatermarkSamples nor MaxSamples is set`},
-		{Caps{MaxSamples: 10, LowWatermarkSamples: 9}, `"LowWatermarkSamples": is 9, want 0 or more and less than HighWatermarkSamples (8)`},
+		{Caps{}, "neither max_bytes nor max_samples is set"},
+		{Caps{MaxBytes: -1}, `"max_bytes": is -1, want 0 (unset) or more`},
+		{Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"high_watermark_bytes": is 11, want 1 to max_bytes (10)`},
+		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: 5}, `"low_watermark_bytes": is 5, want 0 or more and less than high_watermark_bytes (5)`},
+		{Caps{MaxBytes: 10, HighWatermarkBytes: 5, LowWatermarkBytes: -1}, `"low_watermark_bytes": is -1`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: -5}, `"high_watermark_samples": is -5, want 1 or more`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: 1 << 53}, `"high_watermark_samples": is 9007199254740992, want 1 or more, and less than 2^53`},
+		{Caps{MaxBytes: 10, HighWatermarkSamples: 5, LowWatermarkSamples: 5}, `"low_watermark_samples": is 5, want 0 or more and less than high_watermark_samples (5)`},
+		{Caps{MaxBytes: 10, LowWatermarkSamples: 5}, `"low_watermark_samples": is 5, want 0, since neither high_watermark_samples nor max_samples is set`},
+		{Caps{MaxSamples: 10, LowWatermarkSamples: 9}, `"low_watermark_samples": is 9, want 0 or more and less than high_watermark_samples (8)`},
 	} {
 		if _, err := tc.caps.Resolve(); !errors.Is(err, ErrInvalid) || !strings.Contains(err.Error(), tc.want) {
 			t.Errorf("%+v: got %v, want ...%s...", tc.caps, err, tc.want)
@@ -253,7 +253,7 @@ func TestRunRefusesCapsThatCannotHoldItsWindows(t *testing.T) {
 		{func(c *RunConfig) { c.VisibilityTimeout = -1 }, "visibility_timeout is -1ns"},
 		{func(c *RunConfig) { c.MaxFails = -1 }, "max_fails is -1"},
 		{func(c *RunConfig) { c.MinDraftVersion = "v3" }, `min_draft_version is "v3", want an unsigned integer`},
-		{func(c *RunConfig) { c.Caps = Caps{} }, "neither MaxBytes nor MaxSamples"},
+		{func(c *RunConfig) { c.Caps = Caps{} }, "neither max_bytes nor max_samples"},
 		{func(c *RunConfig) { c.LargestSample = maxInteger - 1 }, "more than 2^53 bytes"},
 	} {
 		c := base()

@@ -264,28 +264,28 @@ type Caps struct {
 // Resolve checks the caps and fills in the marks that are unset: 75 % and 25 % of their cap. Without their cap they stay unset; the low one is then a third of the high one.
 func (c Caps) Resolve() (Caps, error) {
 	if c.MaxBytes == 0 && c.MaxSamples == 0 {
-		return c, &Error{Kind: Invalid, Op: "caps", Detail: "neither MaxBytes nor MaxSamples is set, want at least one", Hint: "a store without a cap fills its disk"}
+		return c, &Error{Kind: Invalid, Op: "caps", Detail: "neither max_bytes nor max_samples is set, want at least one", Hint: "a store without a cap fills its disk"}
 	}
-	if err := resolveMarks("Bytes", c.MaxBytes, &c.HighWatermarkBytes, &c.LowWatermarkBytes); err != nil {
+	if err := resolveMarks("bytes", c.MaxBytes, &c.HighWatermarkBytes, &c.LowWatermarkBytes); err != nil {
 		return c, err
 	}
-	return c, resolveMarks("Samples", c.MaxSamples, &c.HighWatermarkSamples, &c.LowWatermarkSamples)
+	return c, resolveMarks("samples", c.MaxSamples, &c.HighWatermarkSamples, &c.LowWatermarkSamples)
 }
 
 func resolveMarks(unit string, limit int64, high, low *int64) error {
 	fail := func(field string, v int64, want string) error {
-		return &Error{Kind: Invalid, Op: "caps", Subject: field + unit, Detail: fmt.Sprintf("is %d, want %s", v, want)}
+		return &Error{Kind: Invalid, Op: "caps", Subject: field + "_" + unit, Detail: fmt.Sprintf("is %d, want %s", v, want)}
 	}
 	if limit < 0 || limit >= maxInteger {
-		return fail("Max", limit, "0 (unset) or more, and less than 2^53")
+		return fail("max", limit, "0 (unset) or more, and less than 2^53")
 	}
-	most := fmt.Sprintf("1 to Max%s (%d)", unit, limit)
+	most := fmt.Sprintf("1 to max_%s (%d)", unit, limit)
 	if limit == 0 {
 		switch {
 		case *high == 0 && *low == 0:
 			return nil
 		case *high == 0:
-			return fail("LowWatermark", *low, "0, since neither HighWatermark"+unit+" nor Max"+unit+" is set")
+			return fail("low_watermark", *low, "0, since neither high_watermark_"+unit+" nor max_"+unit+" is set")
 		}
 		limit, most = maxInteger-1, "1 or more, and less than 2^53"
 		if *low == 0 {
@@ -300,9 +300,9 @@ func resolveMarks(unit string, limit int64, high, low *int64) error {
 	}
 	switch {
 	case *high < 1 || *high > limit:
-		return fail("HighWatermark", *high, most)
+		return fail("high_watermark", *high, most)
 	case *low < 0 || *low >= *high:
-		return fail("LowWatermark", *low, fmt.Sprintf("0 or more and less than HighWatermark%s (%d)", unit, *high))
+		return fail("low_watermark", *low, fmt.Sprintf("0 or more and less than high_watermark_%s (%d)", unit, *high))
 	}
 	return nil
 }

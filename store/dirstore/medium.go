@@ -129,9 +129,9 @@ func (s *Store) checkCaps(caps sluice.Caps) error {
 // moreRoom says what to do about a file system that is too small.
 func (s *Store) moreRoom() string {
 	if s.medium.tmpfs {
-		return "give it more memory (docker run --shm-size=16g or --ipc=host; mount -o remount,size=16G), lower MaxBytes, or choose another directory"
+		return "give it more memory (docker run --shm-size=16g or --ipc=host; mount -o remount,size=16G), lower max_bytes, or choose another directory"
 	}
-	return "lower MaxBytes or choose a directory on a larger file system"
+	return "lower max_bytes or choose a directory on a larger file system"
 }
 
 // room is how many more bytes the file system takes, and on tmpfs, whose files are memory, the cgroup. fresh asks for a reading of the cgroup that

@@ -155,9 +155,9 @@ func TestOpenRefusesCapsThatContradictThemselvesAndLeavesNothing(t *testing.T) {
 		caps sluice.Caps
 		want string
 	}{
-		{sluice.Caps{}, "neither MaxBytes nor MaxSamples is set"},
-		{sluice.Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"HighWatermarkBytes": is 11, want 1 to MaxBytes (10)`},
-		{sluice.Caps{MaxSamples: maxSlots}, "MaxSamples is"},
+		{sluice.Caps{}, "neither max_bytes nor max_samples is set"},
+		{sluice.Caps{MaxBytes: 10, HighWatermarkBytes: 11}, `"high_watermark_bytes": is 11, want 1 to max_bytes (10)`},
+		{sluice.Caps{MaxSamples: maxSlots}, "max_samples is"},
 	} {
 		dir := shm(t)
 		_, err := Open(dir, &Options{Caps: tc.caps})
@@ -178,7 +178,7 @@ func TestOpenRefusesCapsThatContradictThemselvesAndLeavesNothing(t *testing.T) {
 	mine := shm(t)
 	must(t, os.Mkdir(mine, 0o700))
 	_, err := Open(mine, nil)
-	wantError(t, "Open of an empty directory without caps", err, sluice.Invalid, "neither MaxBytes nor MaxSamples is set")
+	wantError(t, "Open of an empty directory without caps", err, sluice.Invalid, "neither max_bytes nor max_samples is set")
 	if left, err := os.ReadDir(mine); err != nil || len(left) != 0 {
 		t.Errorf("a refused Open left %v in a directory that was there, %v", left, err)
 	}

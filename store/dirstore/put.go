@@ -94,7 +94,7 @@ func (l *ledger) makeRoom(op, subject string, n, hadBytes, hadSamples int64) err
 	caps := l.s.caps
 	if caps.MaxBytes > 0 && n > caps.MaxBytes {
 		return &sluice.Error{Kind: sluice.Full, Op: "dirstore: " + op, Subject: subject, Detail: fmt.Sprintf("a sample of %d bytes (%s) does not fit the cap of %d bytes (%s)", n, human(n), caps.MaxBytes, human(caps.MaxBytes)),
-			Hint: "raise MaxBytes or shorten the sample"}
+			Hint: "raise max_bytes or shorten the sample"}
 	}
 	err := l.fits(op, subject, n, hadBytes, hadSamples)
 	if err != nil {

@@ -87,7 +87,7 @@ func hog(t testing.TB, mnt string, leave int64) (letGo func()) {
 }
 
 // remedies are what every refusal on a full tmpfs names.
-var remedies = []string{"docker run --shm-size", "--ipc=host", "mount -o remount,size=", "MaxBytes", "another directory"}
+var remedies = []string{"docker run --shm-size", "--ipc=host", "mount -o remount,size=", "max_bytes", "another directory"}
 
 func wantNoSpace(t testing.TB, what string, err error, fragments ...string) {
 	t.Helper()

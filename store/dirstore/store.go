@@ -125,7 +125,7 @@ func open(dir string, opts *Options, h hooks) (*Store, error) {
 			return nil, &sluice.Error{Kind: sluice.Invalid, Op: "dirstore: open", Subject: dir, Err: err}
 		}
 		if caps.MaxSamples > maxSlots/2 {
-			return nil, fail(sluice.Invalid, "open", dir, "MaxSamples is %d, want at most %d", caps.MaxSamples, maxSlots/2)
+			return nil, fail(sluice.Invalid, "open", dir, "max_samples is %d, want at most %d", caps.MaxSamples, maxSlots/2)
 		}
 		s.opts.Caps = caps
 	}

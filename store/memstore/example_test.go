@@ -86,6 +86,6 @@ func ExampleStore_Reserve() {
 	fmt.Println(err)
 	fmt.Println(errors.Is(err, sluice.ErrFull))
 	// Output:
-	// memstore: reserve: a sample of 5000 bytes does not fit the cap of 1000 bytes; raise MaxBytes or shorten the sample
+	// memstore: reserve: a sample of 5000 bytes does not fit the cap of 1000 bytes; raise max_bytes or shorten the sample
 	// true
 }

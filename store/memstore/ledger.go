@@ -27,7 +27,7 @@ func (l *ledger) room(op, subject string, n, bookedBytes, bookedSamples int64) e
 		return &sluice.Error{Kind: sluice.Full, Op: "memstore: " + op, Subject: subject, Detail: fmt.Sprintf(format, args...), Hint: hint}
 	}
 	if c.MaxBytes > 0 && n > c.MaxBytes {
-		return fail("raise MaxBytes or shorten the sample", "a sample of %d bytes does not fit the cap of %d bytes", n, c.MaxBytes)
+		return fail("raise max_bytes or shorten the sample", "a sample of %d bytes does not fit the cap of %d bytes", n, c.MaxBytes)
 	}
 	if used := l.h.UsedBytes() - bookedBytes; c.MaxBytes > 0 && n > bookedBytes && n > c.MaxBytes-used {
 		return fail("", "%d bytes do not fit beside the %d in use of the cap of %d bytes", n, used, c.MaxBytes)

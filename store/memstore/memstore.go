@@ -181,7 +181,7 @@ func (s *Store) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, e
 	return r, nil
 }
 
-const memoryHint = "lower MaxBytes, free memory or raise the cgroup's limit"
+const memoryHint = "lower max_bytes, free memory or raise the cgroup's limit"
 
 // Unreserve gives a reservation back. See [sluice.Store].
 func (s *Store) Unreserve(_ context.Context, r sluice.Reservation) error {
