@@ -51,7 +51,7 @@ var (
 
 // Error is the one error type of the project. It reads as a sentence with the operation and the subject first:
 //
-//	dirstore: put "s-17": 5.2 GiB does not fit the 4.0 GiB cap; raise MaxBytes or shorten the sample
+//	dirstore: put "s-17": 5.2 GiB does not fit the 4.0 GiB cap; raise max_bytes or shorten the sample
 type Error struct {
 	Kind    Kind   // what sort of failure, stable
 	Op      string // the operation, with its package where that helps: "dirstore: put"
