@@ -28,7 +28,7 @@ room for five samples in --dir. Files lie in a folder of its own and are removed
   sluice bench --only memstore --sample 16MiB
   sluice bench --disk /var/tmp --json`,
 		Args: noArguments,
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			people := stdout
 			if asJSON {
 				people = stderr
@@ -53,7 +53,7 @@ room for five samples in --dir. Files lie in a folder of its own and are removed
 				return printJSON(stdout, r)
 			}
 			return nil
-		}),
+		},
 	}
 	f := c.Flags()
 	f.StringVar(&o.Dir, "dir", plan.DefaultStore, "`directory` in which dirstore is measured; best on tmpfs")

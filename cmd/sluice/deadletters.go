@@ -30,7 +30,7 @@ requeue gives it a new start, with fresh budgets; drop frees it.`,
   sluice dead-letters r1 requeue r1-0-17 r1-0-18
   sluice dead-letters r1 drop --all`,
 		Args: arguments(cobra.MinimumNArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			run, action, ids := args[0], "list", []string(nil)
 			if len(args) > 1 {
 				action, ids = args[1], args[2:]
@@ -81,7 +81,7 @@ requeue gives it a new start, with fresh budgets; drop frees it.`,
 				return printedError{&sluice.Error{Kind: sluice.NotFound, Op: "dead-letters " + action, Subject: run, Detail: fmt.Sprintf("%d of the %d samples are no dead letters, or were freed", asked-found, asked)}}
 			}
 			return err
-		}),
+		},
 	}
 	service.register(c)
 	c.Flags().BoolVar(&all, "all", false, "requeue or drop every dead letter of the run")

@@ -38,7 +38,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
   sluice demo --service
   sluice demo --prompts mine.jsonl --model ./my-llama --store /dev/shm/demo --json`,
 		Args: noArguments,
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			o.Algorithm = sluice.Algorithm(algorithm)
 			for _, name := range []string{"ranks", "batch", "max-tokens"} {
 				if f := cmd.Flags().Lookup(name); f.Changed && f.Value.String() == "0" { // to package demo, 0 means the default
@@ -70,7 +70,7 @@ It ends with status 0 only if nothing was lost and every sample was right.`,
 				return printedError{fmt.Errorf("demo: the stream was not right: %s", strings.Join(faults, "; "))}
 			}
 			return nil
-		}),
+		},
 	}
 	c.AddCommand(&cobra.Command{
 		Use:    demo.ChildCommand,

@@ -27,6 +27,7 @@ func TestEveryCommandWithJSONFailsInJSON(t *testing.T) {
 		{"runs describe r1 --state " + empty, sluice.Unavailable},
 		{"runs create r1 --algorithm dflash --state " + empty, sluice.Unavailable},
 		{"runs create r1 --spec " + nowhere, sluice.Invalid},
+		{"runs configure r1 --reopen --state " + empty, sluice.Unavailable},
 		{"runs close r1 --state " + empty, sluice.Unavailable},
 		{"runs delete r1 --yes --state " + empty, sluice.Unavailable},
 		{"dead-letters r1 --state " + empty, sluice.Unavailable},

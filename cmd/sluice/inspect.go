@@ -24,7 +24,7 @@ It opens no session and takes no lock that anybody waits for, so it may look at 
   sluice inspect /dev/shm/sluice-1000/3bf2aa6b9c332364/runs/r1    # as sluice runs describe r1 shows it
   sluice inspect --verify --json /mnt/nvme/sluice/runs/r1`,
 		Args: arguments(cobra.ExactArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			var report interface {
 				Text(io.Writer)
 				ProblemTexts() []string
@@ -57,7 +57,7 @@ It opens no session and takes no lock that anybody waits for, so it may look at 
 				return errSilent
 			}
 			return nil
-		}),
+		},
 	}
 	f := c.Flags()
 	f.BoolVar(&verify, "verify", false, "of a store, read every sample's file too: checksums, finite values, ref and schema (a single file is always read)")

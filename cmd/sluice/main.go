@@ -36,11 +36,19 @@ type printedError struct{ error }
 
 func (e printedError) Unwrap() error { return e.error }
 
-// orErrorObject is for commands with --json: one that fails before it has printed an object prints {"error","kind"}.
-func orErrorObject(stdout io.Writer, asJSON *bool, run func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
+// failInJSON has every command that takes --json, and fails before it has printed an object, print {"error","kind"}.
+func failInJSON(stdout io.Writer, c *cobra.Command) {
+	for _, sub := range c.Commands() {
+		failInJSON(stdout, sub)
+	}
+	run := c.RunE
+	if run == nil {
+		return
+	}
+	c.RunE = func(cmd *cobra.Command, args []string) error {
 		err := run(cmd, args)
-		if err == nil || !*asJSON || errors.Is(err, errSilent) || errors.Is(err, errUsage) || errors.As(err, new(printedError)) {
+		f := cmd.Flags().Lookup("json")
+		if err == nil || f == nil || f.Value.String() != "true" || errors.Is(err, errSilent) || errors.Is(err, errUsage) || errors.As(err, new(printedError)) {
 			return err
 		}
 		if werr := writeASCII(stdout, errorObject(err)); werr != nil {
@@ -108,6 +116,8 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	root.AddCommand(statusCommand(stdout, stderr))
 	root.AddCommand(tokenCommand(stdout))
 	root.AddCommand(versionCommand(stdout))
+
+	failInJSON(stdout, root)
 
 	command, err := root.ExecuteContextC(ctx)
 	switch {

@@ -40,7 +40,7 @@ It ends with status 1 if --store is given and does not hold the store.`,
   sluice plan --algorithm dflash --hidden 4096 --mean-len 2000 --max-len 8192 --prompts 100000 --tokens-per-s 20000 --link 25GB/s --store /dev/shm
   sluice plan --supervision logits --vocab 152064 --hidden 4096 --mean-len 2000 --max-len 8192 --json`,
 		Args: noArguments,
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			p, err := func() (*plan.Plan, error) {
 				given := cmd.Flags().Changed
 				var err error
@@ -85,7 +85,7 @@ It ends with status 1 if --store is given and does not hold the store.`,
 				return errSilent
 			}
 			return nil
-		}),
+		},
 	}
 	f := c.Flags()
 	f.StringVar(&algorithm, "algorithm", string(sluice.EAGLE3), "draft family: eagle3, dflash or dspark")

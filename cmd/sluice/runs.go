@@ -26,7 +26,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 		service serviceFlags
 		asJSON  bool
 	)
-	list := orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
+	list := func(cmd *cobra.Command, _ []string) error {
 		call, err := service.dial(stderr)
 		if err != nil {
 			return err
@@ -39,7 +39,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 			return writeASCII(stdout, runs)
 		}
 		return listRuns(stdout, runs.Runs)
-	})
+	}
 	c := &cobra.Command{
 		Use:   "runs",
 		Short: "List, create, describe, configure, close and delete the runs of a service",
@@ -58,7 +58,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 		Use:   "describe RUN",
 		Short: "Show a run: what it was created with, where its samples are, what it is doing",
 		Args:  arguments(cobra.ExactArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
@@ -68,7 +68,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 				return err
 			}
 			return showRun(stdout, &r, asJSON)
-		}),
+		},
 	}
 
 	var cause string
@@ -76,13 +76,13 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 		Use:   "close RUN",
 		Short: "Close a run: nothing more is put into it, and its consumers drain what is there",
 		Args:  arguments(cobra.ExactArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
 			}
 			return call.do(cmd.Context(), http.MethodPost, runPath(args[0], "/close"), wire.CloseRun{Cause: cause}, nil)
-		}),
+		},
 	}
 	closing.Flags().StringVar(&cause, "cause", "", "why, if this is not the regular end: consumers are told so after the drain")
 
@@ -91,7 +91,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 		Use:   "delete RUN",
 		Short: "Delete a run with all its samples, refs and dead letters",
 		Args:  arguments(cobra.ExactArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
@@ -106,7 +106,7 @@ func runsCommand(stdout, stderr io.Writer) *cobra.Command {
 				}
 			}
 			return call.do(cmd.Context(), http.MethodDelete, runPath(args[0], ""), nil, nil)
-		}),
+		},
 	}
 	deleting.Flags().BoolVar(&yes, "yes", false, "also if it holds samples")
 
@@ -129,7 +129,7 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
   sluice runs create r2 --algorithm dspark --max-bytes 4GiB --ranks 4 --per-rank 4 --largest-sample 64MiB
   sluice runs create r3 --spec r3.json`,
 		Args: arguments(cobra.ExactArgs(1)),
-		RunE: orErrorObject(stdout, asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			if specFile != "" {
 				if err := readJSON(specFile, "--spec", &spec); err != nil {
 					return err
@@ -166,7 +166,7 @@ func createRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON *b
 				return err
 			}
 			return showRun(stdout, &r, *asJSON)
-		}),
+		},
 	}
 	f := c.Flags()
 	f.StringVar(&specFile, "spec", "", "`file` with everything, JSON as POST /v1/runs takes it; other flags change it")

@@ -36,7 +36,7 @@ func statusCommand(stdout, stderr io.Writer) *cobra.Command {
   sluice status --watch
   sluice status --url https://trainer-3:7447 --token-file operator.token --json`,
 		Args: arguments(cobra.MaximumNArgs(1)),
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) error {
 			call, err := service.dial(stderr)
 			if err != nil {
 				return err
@@ -67,7 +67,7 @@ func statusCommand(stdout, stderr io.Writer) *cobra.Command {
 			}
 			_, err = fmt.Fprintln(stdout, strings.Join(statusLines(&s, width), "\n"))
 			return err
-		}),
+		},
 	}
 	service.register(c)
 	c.Flags().BoolVar(&watch, "watch", false, "go on looking: redraw every second on a terminal, else a line a run every five")

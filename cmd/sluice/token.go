@@ -33,7 +33,7 @@ A token's value is never printed: create writes it to a file, which SLUICE_TOKEN
 		Use:   "list",
 		Short: "List the tokens, without their values",
 		Args:  noArguments,
-		RunE: orErrorObject(stdout, &asJSON, func(*cobra.Command, []string) error {
+		RunE: func(*cobra.Command, []string) error {
 			dir, err := stateDir(state)
 			if err != nil {
 				return err
@@ -43,7 +43,7 @@ A token's value is never printed: create writes it to a file, which SLUICE_TOKEN
 				return err
 			}
 			return listTokens(stdout, tokens, asJSON)
-		}),
+		},
 	}
 	list.Flags().BoolVar(&asJSON, "json", false, "print one JSON object, {\"error\",\"kind\"} if it fails")
 

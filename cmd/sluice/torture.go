@@ -31,7 +31,7 @@ It ends with status 0 only if that is so.`,
 		Example: `  sluice torture --duration 1m
   sluice torture --duration 10m --json > torture.json`,
 		Args: noArguments,
-		RunE: orErrorObject(stdout, &asJSON, func(cmd *cobra.Command, _ []string) error {
+		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.Duration < 2*time.Second {
 				return &sluice.Error{Kind: sluice.Invalid, Op: "torture", Subject: "--duration", Detail: fmt.Sprintf("is %v, want 2s or more", o.Duration)}
 			}
@@ -72,7 +72,7 @@ It ends with status 0 only if that is so.`,
 				return errSilent
 			}
 			return nil
-		}),
+		},
 	}
 	c.AddCommand(&cobra.Command{
 		Use:    "worker",
