@@ -74,10 +74,9 @@ def prompts(args: argparse.Namespace, held_out: bool) -> list[list[int]]:
     return [c for c in contexts(args.prompts, held_out) if len(c) <= args.context]
 
 
-def stream_of_rows(args: argparse.Namespace, target: Target) -> Iterator[tuple[int, Row]]:
+def stream_of_rows(args: argparse.Namespace, target: Target) -> Iterator[Row]:
     """The rows of the whole training, in order. Producer and --colocated take them from here, and so train on the same ones."""
-    every = rows(target, prompts(args, held_out=False), args.seed, args.reply)
-    yield from itertools.islice(enumerate(every), args.steps * args.batch)
+    return itertools.islice(rows(target, prompts(args, held_out=False), args.seed, args.reply), args.steps * args.batch)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
@@ -146,7 +145,7 @@ class Trainer:
 def colocated(args: argparse.Namespace, target: Target) -> Iterator[Mapping[str, Tensor]]:
     """The batches of the stream, made here."""
     waiting = []
-    for _, row in stream_of_rows(args, target):
+    for row in stream_of_rows(args, target):
         waiting.append(sample(target, row))
         if len(waiting) == args.batch:
             yield collate(waiting)
@@ -157,16 +156,11 @@ def produce(args: argparse.Namespace, target: Target) -> None:
     """The producer's process: streams the samples of all rows, and says what each is. Room is waited for before the target runs."""
     weights = hashlib.sha256((args.model / "model.safetensors").read_bytes()).hexdigest()
     attributes = {"shift": "0", "last_norm": "post", "aux_layers": "hf:" + ",".join(map(str, target.aux_layers)), "target": f"sha256:{weights}"}
-    source = f"{args.prompts.name} seed {args.seed}"
     parent = os.getppid()
     with sluice.connect(args.service, run=args.run) as run, run.producer("target") as producer:
-        taken = producer.taken(source).get(0, [])  # by a producer before this one
-        for index, row in stream_of_rows(args, target):
-            if any(begin <= index < end for begin, end in taken):
-                continue
+        for index, row in enumerate(stream_of_rows(args, target)):
             room = producer.reserve(sample_bytes(target, row), abort_when=lambda: os.getppid() != parent)  # a trainer that was killed takes nothing any more
-            at = sluice.Position(source, 0, index)
-            producer.put(f"{args.run}-{index}", sample(target, row), attributes=attributes, positions=[at], reservation=room)
+            producer.put(f"{args.run}-{index}", sample(target, row), attributes=attributes, reservation=room)
 
 
 @contextlib.contextmanager
@@ -188,7 +182,7 @@ def producer_process(args: argparse.Namespace, url: str) -> Iterator[subprocess.
             process.wait(10)
 
 
-def streamed(loader: Loader, process: subprocess.Popen[bytes], patience: float = 5.0) -> Iterator[Mapping[str, Tensor]]:
+def streamed(loader: Loader, process: subprocess.Popen[bytes], patience: float = 5.0) -> Iterator[Any]:
     """The loader's batches. A producer that failed while it worked is an error of the loader; one that never came to it is noticed here, after patience in seconds."""
     while True:
         try:
@@ -273,6 +267,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.produce:
         produce(args, target)
         return {}
+    from eagle3.plots import draw  # here, so that a producer does without matplotlib
+
+    args.out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(args, target)
     if args.colocated:
         trainer.train(colocated(args, target), lambda: None)
@@ -293,8 +290,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     }
     drafts.save(trainer.draft, args.out / "draft")
     (args.out / "report.json").write_text(json.dumps(report) + "\n")
-    from eagle3.plots import draw  # here, so that a producer does without matplotlib
-
     pictures = draw(json.loads(json.dumps(report)), args.out)
     print(summary(report))
     print(f"{args.out}: draft/, report.json, {', '.join(pictures)}")

@@ -45,6 +45,8 @@ def rows(target: Target, contexts: list[list[int]], seed: int, limit: int, toget
 
     The same seed gives the same rows. Replies of together rows are drawn at once.
     """
+    if not contexts:
+        raise ValueError("no contexts to let the target reply to; are all of them longer than --context?")
     generator = torch.Generator().manual_seed(seed)
     waiting: list[list[int]] = []
     while True:

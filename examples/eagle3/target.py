@@ -43,7 +43,7 @@ ONEDNN = "BLAS_INFO=generic" in torch.__config__.show() and torch.backends.mkldn
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] -> [..., N]."""
     if ONEDNN and x.dtype == torch.float32:
-        return torch._C._nn.mkldnn_linear(x.to_mkldnn(), weight).to_dense()
+        return torch._C._nn.mkldnn_linear(x.to_mkldnn(), weight, None).to_dense()
     return F.linear(x, weight)
 
 

@@ -157,7 +157,7 @@ def test_no_turn_is_both_trained_on_and_held_out() -> None:
     assert not trained & held_out
 
 
-def test_collation_is_the_packages(target: Target, contexts: list[list[int]]) -> None:
+def test_a_batch_is_shifted_and_padded_as_the_contract_says() -> None:
     ids = [torch.tensor([[10, 11, 12, 13, 14, 15]]), torch.tensor([[20, 21, 22]])]
     masks = [torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[0, 1, 1]])]
     states = [torch.arange(6.0).reshape(1, 6, 1), torch.arange(3.0).reshape(1, 3, 1)]
@@ -172,6 +172,11 @@ def test_collation_is_the_packages(target: Target, contexts: list[list[int]]) ->
 def test_a_samples_bytes_are_known_before_the_forward(target: Target) -> None:
     row = prompts.Row([BOS, 65, 66], [0, 1, 1])
     assert prompts.sample_bytes(target, row) == sum(t.numel() * t.element_size() for t in prompts.sample(target, row).values())
+
+
+def test_a_stream_without_contexts_is_refused_instead_of_waited_for(target: Target) -> None:
+    with pytest.raises(ValueError, match="no contexts"):
+        next(prompts.rows(target, [], seed=1, limit=4))
 
 
 # -- draft ---------------------------------------------------------------------------------------------------------------
