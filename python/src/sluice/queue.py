@@ -56,6 +56,7 @@ class Lease:
     redelivery_count: int = 0
     lease_id: int = field(default_factory=_next_lease_id)
     window: WindowSlot | None = None
+    consumer: Consumer | None = None  # who was given it, and so may settle it
 
     @property
     def wire_id(self) -> str:
@@ -281,17 +282,17 @@ class RunQueue:
                     self._hand_back(consumer, body)
                 raise
             # Counted from when the call began: however long its answer took, no lease is thought to live when it does not.
-            delivery = self._delivery(answer, sent + float(answer.get("waited_seconds", 0)))
+            delivery = self._delivery(consumer, answer, sent + float(answer.get("waited_seconds", 0)))
             if delivery.leases or delivery.end or request_id or time.monotonic() >= until:
                 return delivery
 
-    def _delivery(self, answer: Mapping[str, Any], given: float) -> Delivery:
+    def _delivery(self, consumer: Consumer, answer: Mapping[str, Any], given: float) -> Delivery:
         leases = []
         for lease in answer["leases"] or []:
             w = lease.get("window")
             slot = WindowSlot(w["number"], w["rank"], w["slot"], bool(w.get("pad")), w.get("tokens", 0), w.get("supervised_tokens", 0)) if w else None
             leases.append(Lease(
-                SampleRef.from_wire(lease["ref"]), given + float(lease["time_left_seconds"]), self.visibility_timeout, int(lease.get("redelivery", 0)), int(lease["id"], 16), slot,
+                SampleRef.from_wire(lease["ref"]), given + float(lease["time_left_seconds"]), self.visibility_timeout, int(lease.get("redelivery", 0)), int(lease["id"], 16), slot, consumer,
             ))
         cause = answer.get("cause")
         return Delivery(tuple(leases), bool(answer["end"]), from_problem(cause) if cause else None)
@@ -353,7 +354,7 @@ class RunQueue:
 
     def close(self, cause: str | BaseException | None = None) -> None:
         """End the puts, for everybody. What is pending drains; a cause reaches the consumers behind it."""
-        self._t.call("POST", f"{self._run}/close", {"cause": str(cause)[:4096]} if cause else {})
+        self._t.call("POST", f"{self._run}/close", {"cause": _said(cause)} if cause else {})
 
     def reclaim_expired(self) -> int:
         """Take back what has run out. It happens by itself; this says how many it were now."""
@@ -390,6 +391,12 @@ def raise_stale(results: Iterable[SettleResult], op: str) -> None:
     """Raise StaleError if one of the results is."""
     if lost := stale(results):
         raise StaleError(f"{len(lost)} of the leases ran out or were taken over, nothing changed for them", op=op, subject=f"{lost[0].lease_id:032x}")
+
+
+def _said(cause: str | BaseException) -> str:
+    """A cause for the wire: never empty, or the end would look like the regular one."""
+    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else cause
+    return " ".join(text.split())[:1024] or "unknown"
 
 
 def _slice(until: float | None, most: float) -> float:

@@ -2,20 +2,23 @@
 
 A schema is data, never code: which features a sample has, their dtypes and axes, which of them a batch has shifted, which attributes its
 ref must carry. The service hands out the document of each run (`spec.schema` of GET /v1/runs/{run}); the built-in ones are the files in the
-repository's folder schemas/. Nothing in this package knows an algorithm by name.
+repository's folder schemas/, which `builtin` has. Nothing in this package knows an algorithm by name.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import dtypes
-from .errors import SchemaError
+from .errors import InvalidError, SchemaError
 
 if TYPE_CHECKING:
     from .refs import SampleRef
@@ -200,6 +203,16 @@ class Schema:
 
 class _Disagreement(Exception):
     """What a ref has wrong."""
+
+
+@functools.cache
+def builtin(name: str) -> Schema:
+    """Return a schema that the service has built in, by its name. Raises InvalidError for another name."""
+    folder = Path(__file__).with_name("schemas")
+    known = sorted(path.stem for path in folder.glob("*.json"))
+    if name not in known:
+        raise InvalidError(f"is {name!r:.80}, want one of {', '.join(known)}", op="schema", subject="name")
+    return Schema.parse(json.loads((folder / f"{name}.json").read_bytes()))
 
 
 def algorithm_of(ref: SampleRef) -> str:
