@@ -5,7 +5,7 @@ VENV    := .venv
 TOOLS   := -modfile=tools/go.mod
 RACE    ?= -race
 
-.PHONY: test lint race python build demo bench fuzz golden openapi clean
+.PHONY: test lint race python build demo bench fuzz golden openapi pydoc clean
 
 test: lint race python ## all checks, all tests
 
@@ -48,6 +48,9 @@ golden: ## make the golden arrays again (needs torch: Debian python3-torch is en
 	$(PYTHON) tools/refs/golden.py testdata/refs
 	$(PYTHON) tools/safetensors/layouts.py testdata/layouts
 	$(PYTHON) tools/golden/batches.py stream/testdata/golden
+
+pydoc: $(VENV)/ready ## docs/python-api.md, from the Python package
+	PYTHONPATH=python/src $(VENV)/bin/python tools/pydoc/signatures.py docs/python-api.md
 
 openapi: ## docs/openapi.yaml, from the service
 	$(GO) test ./service -run '^TestCommittedDocument' -update

@@ -10,6 +10,7 @@ The names of the reference API (NeMo AutoModel's ``speculative.streaming``) are 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .client import Client, Run, connect, consumer_name
@@ -41,6 +42,8 @@ from .store import FeatureStore, RunStore, StoreHandle, StoreHealth
 
 if TYPE_CHECKING:
     from .batches import Eagle3TargetBatch
+    from .collate import Batch, BatchSample, FinalNorm
+    from .loader import Loader
     from .reference import (
         AsyncFeaturePipeline,
         Eagle3TargetBackend,
@@ -55,31 +58,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_REFERENCE = {
-    "AsyncFeaturePipeline", "Eagle3TargetBackend", "Eagle3TargetBatch", "FeatureDataLoader", "FeatureProducer", "LocalFeatureStore", "PromptSource", "SampleRefQueue", "ServiceFeatureStore",
-    "SharedDirFeatureStore",
+_LAZY = {
+    **dict.fromkeys(
+        (
+            "AsyncFeaturePipeline", "Eagle3TargetBackend", "Eagle3TargetBatch", "FeatureDataLoader", "FeatureProducer", "LocalFeatureStore", "PromptSource", "SampleRefQueue",
+            "ServiceFeatureStore", "SharedDirFeatureStore",
+        ), "reference",
+    ),
+    "Batch": "collate", "BatchSample": "collate", "FinalNorm": "collate", "Loader": "loader",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of the reference API, imported at their first use: collation and all is more than a producer elsewhere needs."""
-    if name not in _REFERENCE:
+    """What not every program needs is imported at its first use: collation and all is more than a producer elsewhere wants."""
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import reference
-
-    value = globals()[name] = getattr(reference, name)
+    value = globals()[name] = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_REFERENCE})
+    return sorted({*globals(), *_LAZY})
 
 
 __all__ = [
-    "AsyncFeaturePipeline", "Eagle3TargetBackend", "Eagle3TargetBatch", "FeatureDataLoader", "FeatureProducer", "LocalFeatureStore", "PromptSource", "SampleRefQueue", "ServiceFeatureStore",
-    "SharedDirFeatureStore",
-    "AbortedError", "Client", "ClosedError", "ConflictError", "Consumer", "CorruptError", "DeadLetter", "Delivery", "DeniedError", "DuplicateError", "FeatureAlgorithm", "FeatureSpec",
-    "FeatureStore", "FullError", "InvalidError", "Lease", "NoSpaceError", "NotFoundError", "Position", "Producer", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef", "SchemaError",
-    "SettleResult", "Settlement", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError", "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError",
-    "WedgedError", "WindowSlot", "assert_no_tensors", "connect", "consumer_name", "local", "LocalClient",
+    "AbortedError", "AsyncFeaturePipeline", "Batch", "BatchSample", "Client", "ClosedError", "ConflictError", "Consumer", "CorruptError", "DeadLetter", "Delivery", "DeniedError", "DuplicateError",
+    "Eagle3TargetBackend", "Eagle3TargetBatch", "FeatureAlgorithm", "FeatureDataLoader", "FeatureProducer", "FeatureSpec", "FeatureStore", "FinalNorm", "FullError", "InvalidError", "Lease",
+    "Loader", "LocalClient", "LocalFeatureStore", "NoSpaceError", "NotFoundError", "Position", "Producer", "PromptSource", "Reservation", "Run", "RunQueue", "RunStore", "SampleRef",
+    "SampleRefQueue", "SchemaError", "ServiceFeatureStore", "SettleResult", "Settlement", "SharedDirFeatureStore", "SluiceError", "StaleError", "StoreHandle", "StoreHealth", "TargetFaultError",
+    "UnavailableError", "UnsupportedError", "VisibilityTimeout", "WaitTimeoutError", "WedgedError", "WindowSlot", "assert_no_tensors", "connect", "consumer_name", "local",
 ]
