@@ -279,6 +279,12 @@ func TestTheStoreStaysWhereItIsAndGoesWhereThereIsRoom(t *testing.T) {
 	if dir, why := chooseRoot(&o, "/"); dir != o.StateDir+"/store" || !strings.Contains(why, "not in memory") {
 		t.Errorf("no memory: %s, %s", dir, why)
 	}
+	o.MaxBytes = NoCap
+	if free, _, err := roomOf("/dev/shm"); err != nil {
+		t.Error(err)
+	} else if dir, why := chooseRoot(&o, "/dev/shm"); strings.HasPrefix(dir, "/dev/shm/") != (free >= leastMemory) {
+		t.Errorf("without a cap, with %d bytes free: %s, %s", free, dir, why)
+	}
 	o.MaxBytes = 1 << 20
 	if err := os.MkdirAll(o.StateDir+"/store", 0o700); err != nil {
 		t.Fatal(err)
