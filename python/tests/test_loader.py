@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import sluice
 from sluice.loader import Loader
 from sluice.stats import bottleneck_number
+from sluice.transport import Cancel, Cancelled
 
 from .conftest import Service
 from .samples import fill, ids, put, tensors, wait_until
@@ -580,3 +582,85 @@ def test_no_thread_is_left_when_the_client_is_closed_first(service: Service, run
         while True:
             next(loader)
     run.close()
+
+
+# -- ways of use --------------------------------------------------------------------------------------------------------
+
+
+def test_on_another_host_it_is_the_same(remote: sluice.Client, run_id: str) -> None:
+    with remote.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26) as run:
+        fill(run, 5)
+        assert [ids(b) for b in run.loader(batch=2, timeout=20)] == [["s-0", "s-1"], ["s-2", "s-3"], ["s-4"]]
+        assert run.status()["acked"] == 5
+        assert run.stats()["fetch_gb_per_second"] > 0
+
+
+def test_a_trainer_that_holds_what_the_producer_needs_hears_that_it_is_wedged(client: sluice.Client, run_id: str) -> None:
+    with client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, max_samples=2, visibility_timeout=30) as run:
+        fill(run, 2, close=False)
+        loader = run.loader(batch=1, ack="step", prefetch=1)
+        next(loader)
+        next(loader)
+        cancel = Cancel()
+
+        def produce() -> None:
+            with contextlib.suppress(Cancelled, sluice.WedgedError):
+                run.queue.reserve(100, cancel=cancel)
+
+        producer = threading.Thread(target=produce)
+        producer.start()
+        try:
+            with pytest.raises(sluice.WedgedError):
+                loader.next(timeout=30)
+        finally:
+            cancel.cancel()
+            producer.join(20)
+        run.step()
+        put(run, 2)
+        assert ids(loader.next(timeout=20)) == ["s-2"]
+
+
+def test_two_loaders_of_a_run_step_together(run: sluice.Run) -> None:
+    fill(run, 4)
+    a, b = run.loader(batch=1, ack="step", prefetch=0, timeout=20), run.loader(batch=1, ack="step", prefetch=0, timeout=20)
+    next(a)
+    next(b)
+    next(b)
+    run.step()
+    assert run.status()["acked"] == 3
+
+
+def test_another_thread_may_close_it_while_it_waits(run: sluice.Run) -> None:
+    loader = run.loader(batch=1)
+    closer = threading.Timer(0.3, loader.close)
+    closer.start()
+    with pytest.raises(sluice.ClosedError):
+        loader.next(timeout=30)
+    closer.join(10)
+    wait_until(lambda: not run.status()["consumers"], "the consumer to leave")
+
+
+def test_consume_now_acknowledges_without_taking_another(run: sluice.Run) -> None:
+    fill(run, 2)
+    loader = run.loader(batch=1, timeout=20)
+    next(loader)
+    loader.consume_now()
+    loader.consume_now()
+    assert run.status()["acked"] == 1
+
+
+def test_a_regular_close_acknowledges_the_last_batch_in_mode_next(run: sluice.Run) -> None:
+    fill(run, 4)
+    with run.loader(batch=2, timeout=20) as loader:
+        next(loader)
+    loader.close()
+    assert (run.status()["acked"], run.status()["pending"]) == (2, 2)
+
+
+def test_a_mixed_run_needs_a_schema(client: sluice.Client, run_id: str) -> None:
+    schema = dict(client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 20).schema)
+    with client.create_run(run_id + "m", mixed=True, max_bytes=1 << 26) as run:
+        with pytest.raises(sluice.InvalidError, match="is mixed") as e:
+            run.loader()
+        assert e.value.subject == "schema"
+        assert run.loader(schema=schema).consumer.name.startswith("consumer-")

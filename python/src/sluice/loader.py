@@ -79,9 +79,8 @@ class Loader:
         if not document:
             raise _bad("schema", f"is missing: the run {run.run_id!r} is mixed and has none of its own", "give the document of the samples that the batches are made of")
         collator = Collator(document, collate, batch=batch, pad_to_multiple=pad_to_multiple, max_tokens=max_tokens, final_norm=final_norm)
-        seconds = float(spec["visibility_timeout_seconds"])
         settings = Settings(
-            batch=batch, prefetch=prefetch, ack=ack, ring=ring_for(device, prefetch + 1), renew_every=seconds / 3 if renew_every is None else renew_every, max_idle=max_idle, patience=patience,
+            batch=batch, prefetch=prefetch, ack=ack, ring=ring_for(device, prefetch + 1), renew_every=renew_every, max_idle=max_idle, patience=patience,
             skip=skip or passed_over, max_skips=max_skips, clock=clock,
         )
         from .client import consumer_name

@@ -50,7 +50,7 @@ class Settings:
     prefetch: int
     ack: str  # "next", "step" or "checkpoint"
     ring: DeviceRing | None  # to the device, if there is one
-    renew_every: float
+    renew_every: float | None
     max_idle: float
     patience: float
     skip: Skip
@@ -91,6 +91,7 @@ class _Held:
 
     lease: Lease
     until: float  # by time.monotonic
+    life: float  # seconds that it was given
     lost: bool = False
 
 
@@ -351,8 +352,8 @@ class Stream:
                 self._settle_all(verdict, cause, until)
             except UnavailableError as e:
                 raise self._unclosed(str(e)) from e
-            except (StaleError, ClosedError):
-                pass  # the successor has the leases, or they went with the session
+            except (StaleError, ClosedError, NotFoundError):
+                pass  # the successor has the leases, or they went with the session, or with the run
             finally:
                 if pieces:
                     self.transport.soon(lambda: self._free(pieces))
@@ -713,9 +714,10 @@ class Stream:
                 self._stop.wait(0.05)  # the queue has waited already; if it did not, this must not become a spin
 
     def _hold(self, leases: Sequence[Lease]) -> None:
+        now = time.monotonic()
         with self._cv:
             for lease in leases:
-                self._held[lease.lease_id] = _Held(lease, lease.deadline)
+                self._held[lease.lease_id] = _Held(lease, lease.deadline, max(lease.deadline - now, 0.01))
 
     def _load(self, lease: Lease) -> _Piece:
         """Read a leased sample and check it. What it fails on keeps no pin."""
@@ -830,10 +832,15 @@ class Stream:
 
     def _renew(self) -> None:
         """Keep leases alive while the trainer is."""
-        dormant = False
-        while not self._end.wait(self.settings.renew_every) and not self.transport.closed:
+        dormant, last = False, time.monotonic()
+        every = self.settings.renew_every or self._queue.visibility_timeout.seconds / 3
+        while not self._end.wait(min(every, _LOOK_SECONDS)) and not self.transport.closed:
             with self._cv:
                 live = [h for h in self._held.values() if not h.lost]
+                every = self.settings.renew_every or min((h.life / 3 for h in live), default=every)
+                if time.monotonic() - last < every:
+                    continue
+                last = time.monotonic()
                 idle = self._calling == 0 and self.settings.clock() - self._last_call >= self.settings.max_idle
             if idle and live and not dormant:
                 log.warning(
@@ -841,19 +848,19 @@ class Stream:
                 )
             dormant = idle
             if live and not idle:
-                self._renew_once([h.lease for h in live])
+                self._renew_once(live)
 
     def _back(self) -> None:
         """The service is there again. One that was killed has forgotten leases: what was made ahead of them is not to be trained on, since it comes again."""
         with self._cv:
-            live = [h.lease for h in self._held.values() if not h.lost]
+            live = [h for h in self._held.values() if not h.lost]
         if live and os.getpid() == self.pid:
             self._renew_once(live)
 
-    def _renew_once(self, leases: list[Lease]) -> None:
+    def _renew_once(self, leases: list[_Held]) -> None:
         begin = time.monotonic()
         try:
-            results = self._queue.renew(self.consumer, leases, cancel=self._end, patience=self.settings.renew_every)
+            results = self._queue.renew(self.consumer, [h.lease for h in leases], cancel=self._end, patience=min(h.life for h in leases) / 3)
         except (Cancelled, ClosedError):
             return
         except StaleError as e:
@@ -869,7 +876,7 @@ class Stream:
                 if h is None:
                     continue
                 if r.status == "renewed":
-                    h.until = begin + h.lease.visibility_timeout.seconds
+                    h.until = begin + h.life
                 else:
                     h.lost = True
                     lost += 1
