@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from sluice.loader import Loader
 from sluice.stats import bottleneck_number
 from sluice.transport import Cancel, Cancelled
 
-from .conftest import Service
+from .conftest import ROOT, Service
 from .samples import fill, ids, put, tensors, wait_until
 
 
@@ -664,3 +665,16 @@ def test_a_mixed_run_needs_a_schema(client: sluice.Client, run_id: str) -> None:
             run.loader()
         assert e.value.subject == "schema"
         assert run.loader(schema=schema).consumer.name.startswith("consumer-")
+
+
+def test_the_page_names_every_argument_method_and_figure(run: sluice.Run) -> None:
+    page = (ROOT / "docs" / "python-loader.md").read_text()
+    loader = run.loader()
+    signature = inspect.signature(sluice.Run.loader)
+    said = page[page.index("Run.loader("):page.index(") -> Loader")].replace("\n", " ")
+    defaults = [f"{p.name}={p.default!r}".replace("'", '"') for p in signature.parameters.values() if p.name != "self"]
+    assert " ".join(said.removeprefix("Run.loader(*,").split()) == ", ".join(defaults)
+    for owner, names in (("Loader", [n for n in vars(Loader) if not n.startswith("_")]), ("Run", ["dataset", "step", "checkpoint", "fail", "stats", "bottleneck", "reshape", "close"])):
+        assert [n for n in names if f"{owner}.{n}" not in page] == []
+    assert [k for k in run.stats() if f"`{k}`" not in page] == []
+    assert [k for k in loader.state_dict() if f"`{k}`" not in page] == []
