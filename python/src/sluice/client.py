@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .address import Address, resolve
-from .errors import ConflictError, InvalidError, NotFoundError
+from .errors import ClosedError, ConflictError, InvalidError, NotFoundError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
@@ -227,18 +227,15 @@ class Run:
 
     def step(self) -> None:
         """:meth:`Loader.step` of all loaders of the run in this process, also of those whose loop has ended."""
-        for stream in self._mine("step"):
-            stream.step()
+        self._each("step", lambda stream: stream.step())
 
     def checkpoint(self) -> None:
         """:meth:`Loader.checkpoint` of all loaders of the run in this process."""
-        for stream in self._mine("checkpoint"):
-            stream.checkpoint()
+        self._each("checkpoint", lambda stream: stream.checkpoint())
 
     def fail(self, cause: object = None) -> None:
         """:meth:`Loader.fail` of all loaders of the run in this process."""
-        for stream in self._mine("fail"):
-            stream.fail(cause)
+        self._each("fail", lambda stream: stream.fail(cause))
 
     def stats(self) -> dict[str, float]:
         """Figures for a logger: of this process's loaders (seconds, counts), and of the whole run as the service has them; docs/python-loader.md has the list. Never waits long: while the service does
@@ -261,13 +258,19 @@ class Run:
         self._ended += [s.counts() for s in mine if s.done]
         self._streams = [s for s in mine if not s.done] + [stream]
 
-    def _mine(self, op: str) -> list[Stream]:
-        """The loaders that are open. Their parent's in the child of a fork refuse."""
+    def _each(self, op: str, call: Callable[[Stream], None]) -> None:
         if not self._streams:
             raise ConflictError("no loader of the run was made here", op=op, subject=self.run_id, hint="make one with run.loader()")
         for stream in self._streams:
-            stream.own()
-        return [s for s in self._streams if not s.closing]
+            stream.own()  # of the parent of a fork: it refuses
+        for stream in self._streams:
+            if stream.closing:
+                continue
+            try:
+                call(stream)
+            except ClosedError:
+                if not stream.retired:
+                    raise  # nobody has its loader any more, and it ended meanwhile, with nothing to settle
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
