@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"encoding/json"
 	"errors"
+	"strconv"
 	"sync"
 	"time"
 
@@ -456,14 +458,44 @@ func (j *journal) publish(ctx context.Context, kind byte, parts uint32) error {
 // errUnknown joins an error that leaves open whether the message will be stored.
 var errUnknown = errors.New("whether the message was stored is not known")
 
+// send publishes as jetstream.PublishMsg does, but for how the acknowledgement is read: that would take a tenth of the time of a small message.
 func (j *journal) send(ctx context.Context, subject string, place uint64) error {
 	ctx, cancel := j.line.once(ctx)
 	defer cancel()
-	ack, err := j.line.js.PublishMsg(ctx, &nats.Msg{Subject: subject, Data: j.buf}, jetstream.WithExpectLastSequence(place-1), jetstream.WithRetryAttempts(0))
-	if err == nil && ack.Sequence != place {
-		return j.corrupt("append", "the server stored message %d as %d", place, ack.Sequence)
+	m := &nats.Msg{Subject: subject, Data: j.buf, Header: nats.Header{jetstream.ExpectedLastSeqHeader: {strconv.FormatUint(place-1, 10)}}}
+	reply, err := j.line.nc.RequestMsgWithContext(ctx, m)
+	if err != nil {
+		return err
+	}
+	got, err := storedAt(j.js.stream(j.name), reply.Data)
+	if err == nil && got != place {
+		return j.corrupt("append", "the server stored message %d as %d", place, got)
 	}
 	return err
+}
+
+// storedAt reads an acknowledgement: {"stream":"NAME","seq":N}, or anything else that the server has to say.
+func storedAt(stream string, ack []byte) (seq uint64, err error) {
+	if digits, ok := bytes.CutPrefix(ack, []byte(`{"stream":"`+stream+`","seq":`)); ok && len(digits) > 0 && digits[0] != '0' {
+		if digits, ok = bytes.CutSuffix(digits, []byte("}")); ok {
+			if seq, err = strconv.ParseUint(string(digits), 10, 64); err == nil {
+				return seq, nil
+			}
+		}
+	}
+	var said struct {
+		Error *jetstream.APIError `json:"error"`
+		*jetstream.PubAck
+	}
+	switch err := json.Unmarshal(ack, &said); {
+	case err != nil:
+		return 0, errors.Join(jetstream.ErrInvalidJSAck, err)
+	case said.Error != nil:
+		return 0, said.Error
+	case said.PubAck == nil || said.Stream == "":
+		return 0, jetstream.ErrInvalidJSAck
+	}
+	return said.Sequence, nil
 }
 
 // look finds out what became of a message after an error.
