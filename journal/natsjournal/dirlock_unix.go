@@ -51,7 +51,8 @@ func lockDir(dir string, me Owner) (*dirLock, error) {
 	return &dirLock{f}, nil
 }
 
-// release empties the file, which stays: taking it away would let two processes lock two files of one name.
+// release empties the file, which stays: taking it away would let two processes lock two files of one name. The lock is given up by name: a program that is being started by this process has a copy
+// of the descriptor until it runs, and would hold the lock over the close.
 func (l *dirLock) release() error {
-	return errors.Join(l.file.Truncate(0), l.file.Close())
+	return errors.Join(l.file.Truncate(0), unix.Flock(int(l.file.Fd()), unix.LOCK_UN), l.file.Close())
 }
