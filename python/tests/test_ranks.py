@@ -54,6 +54,7 @@ def train(url: str, run_id: str, all_options: list[dict[str, Any]]) -> list[Any]
             p.join(20)
             p.kill()
             p.join(10)
+    assert [p.exitcode for p in processes] == [0] * len(processes)
     assert all(not isinstance(r[2], str) for r in got), got
     return sorted(got)
 
