@@ -108,10 +108,11 @@ def test_leaving_by_an_exception_fails_the_batch(run: sluice.Run) -> None:
     assert [ids(b) for b in run.loader(batch=2)] == [["s-2", "s-3"], ["s-0", "s-1"]]
 
 
-def test_leaving_the_run_by_an_exception_fails_the_batch(client: sluice.Client, run_id: str) -> None:
+@pytest.mark.parametrize("ack", ["next", "step"])
+def test_leaving_the_run_by_an_exception_fails_the_batch(client: sluice.Client, run_id: str, ack: str) -> None:
     with pytest.raises(ZeroDivisionError), client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26) as run:
         fill(run, 4)
-        for _ in run.loader(batch=2, ack="step"):
+        for _ in run.loader(batch=2, ack=ack):  # nobody has the loader any more when the exception is through the loop
             raise ZeroDivisionError
     status = client.run(run_id).status()
     assert (status["acked"], status["failed"], status["outstanding"]) == (0, 2, 0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .address import Address, resolve
-from .errors import ClosedError, ConflictError, InvalidError, NotFoundError
+from .errors import ClosedError, ConflictError, InvalidError, NotFoundError, SluiceError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
@@ -286,9 +286,15 @@ class Run:
     def _end(self, error: BaseException | None) -> None:
         from .loader import end_stream
 
+        unclosed: list[SluiceError] = []
         try:
             for stream in self._streams:
-                end_stream(stream, error)
+                try:
+                    end_stream(stream, error)
+                except SluiceError as e:
+                    unclosed.append(e)
+            if unclosed:
+                raise unclosed[0]
         finally:
             self.store.close()
             if self._owns_client:

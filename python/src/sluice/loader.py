@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from . import dtypes
 from .collate import Batch, CollateFunction, Collator, FinalNorm
 from .device import ring_for
-from .errors import ConflictError, InvalidError
+from .errors import ConflictError, InvalidError, SluiceError
 from .queue import Consumer
 from .refs import _is_id
 from .stream import FINGERPRINTS, Counts, Settings, Skip, Stream, passed_over
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from .client import Run
+
+log = logging.getLogger("sluice")
 
 ACK_MODES = ("next", "step", "checkpoint")
 _STATE_VERSION = 1
@@ -34,7 +37,7 @@ class Loader:
 
     Leaving the ``with`` block regularly is :meth:`close`. Leaving it by an exception fails the batches that were taken and not settled, so that they come again; by Ctrl-C, SystemExit
     or the like they are returned, which counts against no sample. A loader that nobody has any more gives back what it fetched ahead; batches that were taken in the modes "step" and
-    "checkpoint" then wait for the next step or checkpoint of the run, and in "next" they are returned.
+    "checkpoint" then wait for the next step or checkpoint of the run or its end, and in "next" they are returned a second later.
 
     Methods may be called from any thread; one runs at a time. A child of a fork can't use its parent's loaders: ClosedError.
     """
@@ -224,16 +227,21 @@ class Loader:
 def end_stream(stream: Stream, error: BaseException | None) -> None:
     """Close a stream as the way of leaving wants it."""
     if error is None:
-        stream.close("ack" if stream.settings.ack == "next" else "return")
-    elif isinstance(error, Exception):
-        stream.close("fail", error)
-    else:
-        stream.close("return")  # Ctrl-C and the like are no sample's fault
+        stream.close("ack" if stream.settings.ack == "next" and not stream.retired else "return")
+        return
+    try:
+        if isinstance(error, Exception):
+            stream.close("fail", error)
+        else:
+            stream.close("return")  # Ctrl-C and the like are no sample's fault
+    except SluiceError as e:
+        log.warning("run %s: %s", stream.run_id, e)  # the error that is on its way says more
 
 
 def _retire(stream: Stream) -> None:
     """A finalizer, which may run anywhere: it takes no lock."""
     if os.getpid() == stream.pid:
+        stream.retired = True
         stream.transport.soon(stream.retire)
 
 

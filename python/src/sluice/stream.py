@@ -34,6 +34,7 @@ CLOSE_SECONDS = 5.0
 """All that close takes: who ends does not wait for a service that is away."""
 _GRACE_SECONDS = 0.002  # an answer that is about to come is not given up for being asked as one who is not in need
 _LOOK_SECONDS = 1.0  # how often a thread that waits looks whether its session still stands
+_UNWIND_SECONDS = 1.0  # that an exception has from its loop to the end of the run
 _REASON_BYTES = 4096
 
 FINGERPRINTS = ("target", "tokenizer")
@@ -142,7 +143,8 @@ class Stream:
         self._current: list[_Piece] = []  # whose memory the trainer has
         self.open: list[_Open] = []  # handed out and not settled, oldest first
         self.done = False
-        self.retired = False  # the loader is gone; what is open waits for a step of the run
+        self.retired = False  # the loader is gone; what is open waits for the run's step or end
+        self._ends_at: float | None = None  # and no longer than this, by time.monotonic
         self.settled_window: int | None = None
         self.settled_samples = 0
 
@@ -396,7 +398,8 @@ class Stream:
         return pieces
 
     def retire(self) -> None:
-        """Nobody has the loader any more. What was made ahead is returned; batches that the trainer took wait for a step or checkpoint of the run, except in mode "next", where they are returned.
+        """Nobody has the loader any more. What was made ahead is returned. Batches that the trainer took wait for the run's step or end: the loop may have been left by an exception, on its way to the
+        end of the run, which fails them. In mode "next", where no step need come, they are returned soon.
 
         Runs in the transport's thread."""
         if os.getpid() != self.pid or self.done or self.closing:
@@ -404,14 +407,15 @@ class Stream:
         try:
             until = time.monotonic() + CLOSE_SECONDS
             with self._cv:
-                self.retired = True
                 if self._recall is not None:
                     self._recall.cancel()
                 self._cv.notify_all()
             self._stop.cancel()
-            if self.settings.ack == "next" or not self.open:
+            if not self.open:
                 self.close()
                 return
+            if self.settings.ack == "next":
+                self._ends_at = time.monotonic() + _UNWIND_SECONDS
             if not self._call.acquire(timeout=CLOSE_SECONDS):
                 raise self._unclosed("another call has not ended")
             try:
@@ -430,6 +434,12 @@ class Stream:
     def _finish_retired(self) -> None:
         if self.retired and not self.open:
             self.close()
+
+    def _end_retired(self) -> None:
+        try:
+            self.close()
+        except SluiceError as e:
+            log.warning("run %s: the leases of a loader that is gone: %s", self.run_id, e)
 
     # -- batches of the trainer ----------------------------------------------------------------------------------------
 
@@ -527,11 +537,12 @@ class Stream:
             for i in ids:
                 self._held.pop(i, None)
             for r in results:
+                became = r.as_ or verdict  # a call that was interrupted may have settled it before
                 if r.status == "stale":
                     stale += 1
-                elif verdict == "ack":
+                elif became == "ack":
                     c.acked += 1
-                elif verdict == "return":
+                elif became == "return":
                     c.returned += 1
                 else:
                     c.failed += 1
@@ -835,6 +846,9 @@ class Stream:
         dormant, last = False, time.monotonic()
         every = self.settings.renew_every or self._queue.visibility_timeout.seconds / 3
         while not self._end.wait(min(every, _LOOK_SECONDS)) and not self.transport.closed:
+            if self._ends_at is not None and time.monotonic() >= self._ends_at:
+                self._end_retired()
+                return
             with self._cv:
                 live = [h for h in self._held.values() if not h.lost]
                 every = self.settings.renew_every or min((h.life / 3 for h in live), default=every)
