@@ -2,6 +2,7 @@ package client
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"net/http"
@@ -72,7 +73,7 @@ func TestWhatIsFetchedIsComparedWithItsChecksums(t *testing.T) {
 		name  string
 		store sluice.Store
 		asks  int64
-	}{{"staged", local, 1}, {"uploaded", remote, 0}} {
+	}{{"staged", local, 0}, {"staged without checksums", unsummed{local.(*store)}, 1}, {"uploaded", remote, 0}} {
 		for _, c := range []struct {
 			name           string
 			flip, breakOff int64
@@ -166,4 +167,19 @@ func TestTalliesAddUp(t *testing.T) {
 			break
 		}
 	})
+}
+
+// unsummed stages files as a producer does that computes no checksums.
+type unsummed struct{ *store }
+
+func (s unsummed) Put(ctx context.Context, sample *sluice.Sample, r sluice.Reservation) (sluice.Ref, error) {
+	ref, _, err := s.plan(sample)
+	if err != nil {
+		return sluice.Ref{}, err
+	}
+	layout, err := safetensors.NewLayout(sample.Features, map[string]string{safetensors.RefKey: ref.Canonical()})
+	if err != nil {
+		return sluice.Ref{}, err
+	}
+	return ref, s.stage(ctx, ref, layout, sample.Features, r)
 }

@@ -149,7 +149,7 @@ func get(sample *sluice.Sample, to, from sluice.Store) turn {
 	}
 }
 
-// download gets samples that nobody has got before. Those that were uploaded have checksums, those that were staged have not: the service computes them meanwhile.
+// download gets samples that nobody has got before: uploaded by the service, which sums them on their way, or staged by a client, which does.
 func (b *bench) download(ctx context.Context, p *place, ranges int, staged bool, floor func(file string) (turn, func() error, error)) (value, _ float64, err error) {
 	s, err := b.serve(ctx, p)
 	if err != nil {

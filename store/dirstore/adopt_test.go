@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -350,20 +351,9 @@ func TestAFileThatIsRefusedIsPutBackUnlessItsNameIsTaken(t *testing.T) {
 			t.Errorf("once more after %s: %v, %v", point, ref, err)
 		}
 	}
-	y := newYard(t, shm(t), someCaps)
-	bad := y.ours(true)
-	bad[len(bad)-1] ^= 1
-	sums := map[string]uint32{}
-	for _, f := range three() {
-		sums[f.Name] = safetensors.Checksum(f.Data)
-	}
-	l, err := safetensors.NewChecksummedLayout(three(), y.withRef())
-	must(t, err)
-	head, err := l.HeaderWithChecksums(sums)
-	must(t, err)
-	copy(bad, head)
-	y.stage("f", bad)
-	_, err = y.adopt("f", incoming())
+	y := newYard(t, shm(t), &Options{Caps: someCaps.Caps, Verify: true})
+	y.stage("f", y.wrong())
+	_, err := y.adopt("f", incoming())
 	wantError(t, "wrong bytes", err, sluice.Corrupt, "crc32c")
 	y.wantStaged("wrong bytes", "f")
 	y.s.hooks.at = func(p string) {
@@ -378,6 +368,46 @@ func TestAFileThatIsRefusedIsPutBackUnlessItsNameIsTaken(t *testing.T) {
 		t.Errorf("the new file of that name has %q, %v", got, err)
 	}
 	wantEmpty(t, y.s, "at the end", 0)
+}
+
+// wrong is a file in our layout whose checksums are those of other data.
+func (y *yard) wrong() []byte {
+	y.t.Helper()
+	bad := y.ours(true)
+	bad[len(bad)-1] ^= 1
+	sums := map[string]uint32{}
+	for _, f := range three() {
+		sums[f.Name] = safetensors.Checksum(f.Data)
+	}
+	l, err := safetensors.NewChecksummedLayout(three(), y.withRef())
+	must(y.t, err)
+	head, err := l.HeaderWithChecksums(sums)
+	must(y.t, err)
+	copy(bad, head)
+	return bad
+}
+
+// In memory they are for readers far away, who find out; to read the file for them would cost more than the writer saved. On a disk they are compared at once.
+func TestChecksumsThatAFileInMemoryBringsAreItsWritersWord(t *testing.T) {
+	t.Parallel()
+	y := newYard(t, shm(t), someCaps)
+	y.stage("f", y.wrong())
+	ref, err := y.adopt("f", incoming())
+	must(t, err)
+	loan, err := y.s.Lend(t.Context(), ref, false)
+	must(t, err)
+	defer func() { must(t, loan.Drop()) }()
+	want := map[string]uint32{}
+	for _, f := range three() {
+		want[f.Name] = safetensors.Checksum(f.Data)
+	}
+	if sums, err := loan.Checksums(t.Context()); err != nil || !maps.Equal(sums, want) {
+		t.Errorf("checksums %v, %v; want %v", sums, err, want)
+	}
+	y = newYard(t, freshDir(t, diskDir(t)), someCaps)
+	y.stage("f", y.wrong())
+	_, err = y.adopt("f", incoming())
+	wantError(t, "wrong bytes on a disk", err, sluice.Corrupt, "crc32c")
 }
 
 func TestARefusedAdoptionLeavesTheFileWhereItIs(t *testing.T) {
