@@ -364,6 +364,11 @@ class RunStore(FeatureStore):
             for at in range(0, len(ids), _MAX_BATCH):
                 self._give_back(ids[at:at + _MAX_BATCH], keep)
 
+    def kept(self) -> list[SampleRef]:
+        """The samples that were released here while tensors of them were referenced, which they still are: their bytes count until those are gone."""
+        with self._lock:
+            return [pin.handle.ref for pin in self._pins.values() if not pin.held and pin.mapped]
+
     def _give_back(self, ids: list[str], keep: bool) -> None:
         try:
             self._t.call("POST", f"{self._run}/release", {"handles": ids, "keep": True} if keep else {"handles": ids})
