@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import sluice
+from sluice import service as private
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,3 +133,20 @@ def nothing_left() -> Iterator[None]:
             return
         left[0].join(0.1)
     raise AssertionError(f"threads are left: {[t.name for t in left]}")
+
+
+@pytest.fixture
+def private_services(binary: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the services that programs start for themselves: this test's own, and empty again at its end, so that none outlives its clients."""
+    runtime = Path(tempfile.mkdtemp(prefix="sl", dir="/tmp"))
+    monkeypatch.setenv("SLUICE_BINARY", binary)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("PYTHONPATH", str(Path(sluice.__file__).resolve().parents[1]))
+    monkeypatch.setattr(private, "IDLE_SECONDS", 0.3)
+    yield runtime / "sluice"
+    gc.collect()
+    until = time.monotonic() + 30
+    while left := [path.name for path in (runtime / "sluice").glob("*") if path.suffix != ".log"]:
+        assert time.monotonic() < until, f"services are left: {left}"
+        time.sleep(0.01)
+    shutil.rmtree(runtime)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sluice import dtypes
-from sluice.errors import SchemaError
+from sluice import dtypes, schema
+from sluice.errors import InvalidError, SchemaError
 from sluice.refs import FeatureSpec, SampleRef
 from sluice.schema import Schema
 
@@ -197,3 +197,15 @@ def test_a_pattern_that_python_cannot_express_is_left_to_the_service_and_said(pa
         s = Schema.parse(changed("attributes.0.pattern", pattern))
     assert repr(pattern) in caplog.text and "'layers'" in caplog.text
     s.validate(ref_of({"aux": AUX}, attributes={"layers": "hf:1,2"}))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark", "eagle3"])
+def test_the_schemas_of_the_package_are_the_services(name: str) -> None:
+    assert sorted(path.name for path in SCHEMAS.glob("*.json")) == ["dflash.json", "dspark.json", "eagle3.json"]
+    assert (Path(schema.__file__).with_name("schemas") / f"{name}.json").read_bytes() == (SCHEMAS / f"{name}.json").read_bytes()
+    assert schema.builtin(name).name == name
+
+
+def test_another_name_is_no_built_in_schema() -> None:
+    with pytest.raises(InvalidError, match="'eagle9', want one of dflash, dspark, eagle3"):
+        schema.builtin("eagle9")

@@ -145,10 +145,11 @@ class ServiceFeatureStore(FeatureStore):
             raise ClosedError("the store is closed", op=op, subject=type(self).__name__)
         return self._run.store
 
-    def _holds_two(self, ref: SampleRef) -> bool:
-        """Whether another sample of that size fits beside it."""
+    def _may_keep(self, ref: SampleRef) -> bool:
+        """Whether there is room for another sample of that size, if this one's memory and what this process keeps already are kept for long."""
         most_samples, most_bytes = self._caps.get("max_samples") or 0, self._caps.get("max_bytes") or 0
-        return most_samples != 1 and not 0 < most_bytes < 2 * ref.estimated_bytes
+        kept = self._run.store.kept()
+        return not (0 < most_samples < len(kept) + 2 or 0 < most_bytes < sum(r.estimated_bytes for r in kept) + 2 * ref.estimated_bytes)
 
 
 class _PrivateStore(ServiceFeatureStore):
@@ -867,8 +868,8 @@ class FeatureDataLoader:
     trainer has made no call for 30 minutes. The iteration ends when the queue is closed and drained; if it was closed with a cause, that is raised. A sample of another algorithm is failed and
     ValueError raised; one that breaks its schema, or whose bytes are bad, becomes a dead letter. ``algorithm`` is EAGLE-3, the only one that has this batch: :meth:`sluice.Run.loader` is for all.
 
-    A batch's memory is the sample's, and counts in the store until the last of its tensors is gone: in ``for batch in loader`` the loop keeps one until it has the next. Where the store can't hold
-    two of a sample's size, the batch is a copy.
+    A batch's memory is the sample's, without a copy, and counts in the store until the last of its tensors is gone: in ``for batch in loader`` the loop keeps one until it has the next. A trainer may
+    keep batches: where what is kept would leave no room for another sample, a batch is a copy.
     """
 
     def __init__(self, queue: SampleRefQueue, store: FeatureStore, algorithm: FeatureAlgorithm | None = None, acquire_poll_interval: float = 0.05) -> None:
@@ -896,13 +897,17 @@ class FeatureDataLoader:
 
     def __next__(self) -> Eagle3TargetBatch:
         self._release_pending()
-        while not self._closed:
-            lease, end = self._queue._deliver(self._consumer, self._poll)
-            if lease is not None:
-                return self._batch(lease)
-            if end:
-                self._stop_renewal()
-                break
+        try:
+            while not self._closed:
+                lease, end = self._queue._deliver(self._consumer, self._poll)
+                if lease is not None:
+                    return self._batch(lease)
+                if end:
+                    break
+        except BaseException:
+            self._stop_renewal()
+            raise
+        self._stop_renewal()
         raise StopIteration
 
     def _batch(self, lease: Lease) -> Eagle3TargetBatch:
@@ -913,7 +918,7 @@ class FeatureDataLoader:
             self._collate.schema.validate(ref)
             tensors, handle = self._store.get(ref)
             batch = self._collate([Sample(ref, tensors)])
-            made = Eagle3TargetBatch.from_batch(batch if self._store._holds_two(ref) else batch.clone())
+            made = Eagle3TargetBatch.from_batch(batch if self._store._may_keep(ref) else batch.clone())
         except BaseException as e:
             verdict = "fail_permanent" if isinstance(e, SluiceError) and e.code in ("schema", "corrupt") else "fail"
             try:
@@ -947,8 +952,9 @@ class FeatureDataLoader:
 
     def _stop_renewal(self) -> None:
         self._wake.set()
-        if self._renewer is not None and self._pid == os.getpid():
-            self._renewer.join(5)
+        renewer, self._renewer, self._wake = self._renewer, None, threading.Event()
+        if renewer is not None and self._pid == os.getpid():
+            renewer.join(5)
 
     def _take(self) -> tuple[Lease | None, StoreHandle | None]:
         with self._lock:
