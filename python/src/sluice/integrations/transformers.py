@@ -592,10 +592,11 @@ class _Wanted:
 
 class _Capture:
     """The hooks of one forward. They copy each row's part of a state, without its padding, into the tensor that becomes the feature: nothing that the model does with its own tensors afterwards
-    changes it, and no padded state is kept."""
+    changes it, and no padded state is kept. A forward of another thread over the same model, which somebody else may run meanwhile, is none of theirs."""
 
     def __init__(self, parts: Parts, hidden_size: int, lengths: list[int], wanted: _Wanted, kinds: Mapping[str, torch.dtype] | None) -> None:
         self.seconds = 0.0
+        self._thread = threading.get_ident()
         self._parts, self._hidden, self._lengths, self._wanted, self._kinds = parts, hidden_size, lengths, wanted, kinds
         self._states: dict[str, list[Any]] = {}
         self._fired: dict[int | str, int] = {}
@@ -640,6 +641,8 @@ class _Capture:
             self._fired["norm"] = 0
 
             def norm(_module: Any, given: tuple[Any, ...], out: Any) -> None:
+                if threading.get_ident() != self._thread:
+                    return
                 if not given:
                     raise TargetFaultError("the final norm was given its state by a keyword", op="forward")
                 self._fired["norm"] += 1
@@ -655,6 +658,8 @@ class _Capture:
 
     def _keeper(self, layer: int, block: int) -> Callable[[Any], None]:
         def keep(state: Any) -> None:
+            if threading.get_ident() != self._thread:
+                return
             state = state[0] if isinstance(state, (tuple, list)) else state
             self._fired[layer] += 1
             if self._kinds is None:
