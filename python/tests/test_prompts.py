@@ -113,6 +113,15 @@ def test_conversations_want_a_tokenizer_with_a_template_of_its_own() -> None:
         list(rows_of({"messages": HI, "tools": [{"name": "f"}]}, Tokenizer()))
 
 
+def test_a_template_that_can_not_be_rendered_here_is_no_refused_row() -> None:
+    class Lacks(Tokenizer):
+        def apply_chat_template(self, *_: Any, **__: Any) -> str:
+            raise ImportError("apply_chat_template requires jinja2")
+
+    with pytest.raises(sluice.UnsupportedError, match="jinja2"):
+        list(rows_of({"messages": HI}, Lacks()))
+
+
 def test_a_file_is_walked_line_by_line_and_bad_lines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n{"text": "b", "text": "c"}\n[1]\n\xff\n{"text": "d"}')

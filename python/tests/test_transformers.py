@@ -689,3 +689,123 @@ def test_fingerprints_are_of_weights_settings_and_template() -> None:
     changed = Tokenizer()
     changed.chat_template = "<bos>"
     assert tokenizer_fingerprint(Tokenizer()) == tokenizer_fingerprint(Tokenizer()) != tokenizer_fingerprint(changed)
+
+
+# -- transformers itself ---------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": SIZES | {"num_key_value_heads": 2}, "MistralConfig": SIZES | {"num_key_value_heads": 2, "sliding_window": 4}, "Qwen2Config": SIZES | {"num_key_value_heads": 2},
+    "Qwen3Config": SIZES | {"num_key_value_heads": 2, "head_dim": 8}, "Gemma3TextConfig": SIZES | {"num_key_value_heads": 2, "head_dim": 8}, "PhiConfig": SIZES, "GPTNeoXConfig": SIZES,
+    "GPT2Config": {"n_embd": 32, "n_layer": 8, "n_head": 4, "vocab_size": 96, "n_positions": 64}, "OPTConfig": {k: v for k, v in SIZES.items() if k != "intermediate_size"} | {"ffn_dim": 48},
+}
+
+
+def made(config: str) -> Any:
+    """A random model of transformers; its weights are large enough for every operation to matter."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, config):
+        pytest.skip(f"transformers {transformers.__version__} has no {config}")
+    torch.manual_seed(2)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**CONFIGS[config]))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
+    return model.eval()
+
+
+def fast_tokenizer() -> Any:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer as Rules
+    from tokenizers import models, pre_tokenizers, trainers
+
+    rules = Rules(models.BPE(unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["<unk>", "<bos>", "<user>", "<assistant>", "<end>"]
+    rules.train_from_iterator(["Say it is no and yes", "And so it was said"], trainers.BpeTrainer(vocab_size=80, special_tokens=special))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=rules, bos_token="<bos>", eos_token="<end>", unk_token="<unk>", additional_special_tokens=["<user>", "<assistant>"])
+    tokenizer.chat_template = (
+        "<bos>{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no such role') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+@needs_transformers
+@pytest.mark.parametrize("algorithm", list(ENCODINGS))
+@pytest.mark.parametrize("config", list(CONFIGS))
+def test_models_of_transformers_give_their_own_hidden_states(new_run: Callable[..., sluice.Run], config: str, algorithm: str) -> None:
+    model, run = made(config), new_run(algorithm)
+    many = rows(9, 3, 14, seed=4)
+    many = [Row(r.input_ids % 96, r.loss_mask) for r in many]  # type: ignore[operator]
+    with TransformersProducer(model, run, aux_layers=[4, -1, 1], batch_size=3) as producer:
+        producer.produce(many[0])
+        producer.produce(many)
+    assert hooks(model) == 0
+    aux = {"eagle3": "aux_hidden_states", "dflash": "hidden_states", "dspark": "target_hidden_states"}[algorithm]
+    last = {"eagle3": "last_hidden_states", "dspark": "target_last_hidden_states"}.get(algorithm)
+    got = samples(run, 4)
+    for row, (_, tensors), exact in zip([many[0], *many], got, [True, False, False, False], strict=True):
+        states = by_hand(model, row).hidden_states
+        for name, want in [(aux, torch.cat([states[5], states[0], states[2]], -1))] + ([(last, states[8])] if last else []):
+            assert not exact or torch.equal(tensors[name], want), name
+            torch.testing.assert_close(tensors[name], want, rtol=1e-4, atol=1e-4)
+        if last:
+            torch.testing.assert_close(model.get_output_embeddings()(tensors[last]), by_hand(model, row).logits, rtol=1e-4, atol=1e-4)
+
+
+@needs_transformers
+def test_the_tokenizers_own_template_makes_the_rows(new_run: Callable[..., sluice.Run]) -> None:
+    model, run, tokenizer = made("LlamaConfig"), new_run(), fast_tokenizer()
+    chats = [*CHATS[:2], {"messages": [{"role": "judge", "content": "no"}, *CHATS[0]["messages"]]}]
+    with TransformersProducer(model, run, tokenizer) as producer:
+        refs = producer.produce(chats)
+    assert len(refs) == 4 and producer.counts.refused == {"template": 2}
+    for (ref, tensors), chat in zip(samples(run, 4), [c for c in CHATS[:2] for _ in range(2)], strict=True):
+        ids, mask = tensors["input_ids"][0], tensors["loss_mask"][0]
+        turn = 1 if int(mask.sum()) and int((ids == tokenizer.convert_tokens_to_ids("<assistant>")).sum()) == 1 else 3
+        assert ids.tolist() == tokenizer(tokenizer.apply_chat_template(chat["messages"][:turn + 1], tokenize=False), add_special_tokens=False)["input_ids"]
+        assert ids[mask == 1].tolist() == tokenizer(chat["messages"][turn]["content"] + "<end>", add_special_tokens=False)["input_ids"]
+        assert ref.attributes["tokenizer"] == tokenizer_fingerprint(tokenizer)
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "b c"], padding=True, truncation=True, max_length=2) if tokenizer.pad_token else tokenizer("a", truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+
+
+@needs_transformers
+def test_the_shipped_target_gives_the_states_that_the_go_target_is_held_against(new_run: Callable[..., sluice.Run]) -> None:
+    transformers = pytest.importorskip("transformers")
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    folder = ROOT / "target/tinyllama"
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder / "austen")).float()
+    golden = load_file(str(folder / "testdata/expected-austen.safetensors"))
+    run = new_run("dspark")
+    lengths = golden["attention_mask"].sum(1).tolist()
+    many = [Row(ids[:n].numpy(), [1] * n) for ids, n in zip(golden["input_ids"], lengths, strict=True)]
+    with TransformersProducer(model, run, batch_size=len(many)) as producer:
+        producer.produce(many)
+    eagle = new_run()
+    with TransformersProducer(model, eagle, aux_layers=[7], batch_size=len(many), supervision="logits") as other:
+        other.produce(many)
+    assert producer.aux_layers == (1, 3, 4)
+    for r, ((_, tensors), (_, eagle_tensors), n) in enumerate(zip(samples(run, len(many)), samples(eagle, len(many)), lengths, strict=True)):
+        got = {"last_post": tensors["target_last_hidden_states"], "last_pre": eagle_tensors["aux_hidden_states"], "logits": eagle_tensors["logits"]}
+        got |= {f"hidden_{layer}": t for layer, t in zip(producer.aux_layers, tensors["target_hidden_states"].split(128, -1), strict=True)}
+        for name, t in got.items():
+            want = golden[name][r:r + 1, :n]  # rounded from float64
+            assert float((t - want).abs().max()) <= 1e-4 * float(want.abs().max()), name
+
+
+@needs_transformers
+def test_the_command_loads_a_folder_of_transformers(new_run: Callable[..., sluice.Run], service: Service, tmp_path: Path) -> None:
+    model, run = made("LlamaConfig"), new_run(max_bytes=1 << 24)
+    folder = tmp_path / "model"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    fast_tokenizer().save_pretrained(folder)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    arguments = ["--url", service.socket, "--run", run.run_id, "--model", str(folder), "--prompts", str(prompts), "--aux-layers", "vllm:2,4,5"]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python" / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "sluice.integrations.transformers", *arguments], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "12 samples" in done.stderr, done.stderr
+    got = samples(run, 12)
+    assert {ref.attributes["aux_layers"] for ref, _ in got} == {"hf:1,3,4"} and {ref.feature_specs["aux_hidden_states"].dtype_name for ref, _ in got} == {"bfloat16"}

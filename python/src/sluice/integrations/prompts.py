@@ -297,6 +297,8 @@ def _one_row(template: _Template, messages: list[dict[str, Any]], answers: list[
             mask[len(before):len(upto)] = [1] * (len(upto) - len(before))
     except SluiceError:
         raise
+    except ImportError as e:  # transformers renders with jinja2, which it does not bring
+        raise UnsupportedError(f"the chat template can't be rendered: {e}", op="prompts", subject=where) from e
     except Exception as e:  # templates are programs, and say by exceptions of any kind what they do not take
         return Refusal("template", f"{at}the chat template does not take it: {type(e).__name__}: {e}"[:500])
     return Row(ids, mask, where=where)
