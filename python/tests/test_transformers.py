@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -494,6 +496,26 @@ def test_a_sample_larger_than_the_cap_is_refused_before_the_forward(new_run: Cal
     assert producer.counts.forwards == 0
 
 
+def test_a_put_that_fails_gives_up_those_behind_it_and_leaves_no_room_reserved(new_run: Callable[..., sluice.Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    producer = TransformersProducer(CausalLM(), run, batch_size=3)
+    put, calls = producer._producer.put, []
+
+    def second_fails(*args: Any, **more: Any) -> sluice.SampleRef:
+        calls.append(args[0])
+        if len(calls) == 2:
+            run.queue.unreserve(more["reservation"].id)
+            raise sluice.CorruptError("the disk")
+        return put(*args, **more)
+
+    monkeypatch.setattr(producer._producer, "put", second_fails)
+    with pytest.raises(sluice.CorruptError, match="the disk"), producer:
+        producer.produce(rows(*[5] * 9))
+    assert 1 <= producer.counts.samples <= 2
+    counters = run.store.counters()
+    assert counters["reserved_bytes"] == 0 and counters["resident_samples"] == len(calls) - 1
+
+
 def test_a_service_that_was_started_anew_during_the_forward_loses_nothing(own_service: Service) -> None:
     with sluice.Client(own_service.socket) as client:
         run = client.create_run("r", algorithm="eagle3", max_bytes=1 << 24)
@@ -650,22 +672,30 @@ def _taken_of(says: str) -> int:
     return int(says.split(" rows taken before")[0].split()[-1])
 
 
-def test_the_command_says_errors_in_one_line(command: Callable[..., subprocess.Popen[str]], new_run: Callable[..., sluice.Run], tmp_path: Path) -> None:
+def test_the_command_says_errors_in_one_line(
+    new_run: Callable[..., sluice.Run], service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = types.ModuleType("transformers")
+    exec(FAKE.format(python=str(ROOT / "python")), fake.__dict__)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    monkeypatch.setattr(logging.getLogger("sluice"), "setLevel", lambda level: None)  # the command's; this process goes on
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"messages": 7}\n')
     run = new_run()
-    for arguments, status, says in (
-        (("--run", "no-such", "--model", "m", "--prompts", str(prompts)), 1, "no-such"),
-        (("--run", run.run_id, "--model", "none", "--prompts", str(prompts)), 1, "none is not a local folder and is not"),
-        (("--run", run.run_id, "--model", "m", "--prompts", str(tmp_path / "q.jsonl")), 1, "q.jsonl"),
-        (("--run", run.run_id, "--model", "m", "--prompts", str(prompts), "--draft-vocab", str(prompts) + "x"), 1, "draft vocabulary"),
-        (("--quiet", "--run", run.run_id, "--model", "m", "--prompts", str(prompts)), 1, "p.jsonl line 1: messages is a int"),
-        (("--model", "m"), 2, "--prompts"),
+    for arguments, says in (
+        (("--run", "no-such", "--model", "m", "--prompts", str(prompts)), "no-such"),
+        (("--run", run.run_id, "--model", "none", "--prompts", str(prompts)), "none is not a local folder and is not"),
+        (("--run", run.run_id, "--model", "m", "--prompts", str(tmp_path / "q.jsonl")), "q.jsonl"),
+        (("--run", run.run_id, "--model", "m", "--prompts", str(prompts), "--draft-vocab", f"{prompts}x"), "draft vocabulary"),
+        (("--run", run.run_id, "--model", "m", "--prompts", str(prompts), "--load-dtype", "int3"), "int3"),
+        (("--run", run.run_id, "--model", "m", "--prompts", str(prompts)), "p.jsonl line 1: messages is a int"),
     ):
-        process = command(*arguments)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == status and says in err and out == "", err
-        assert status == 2 or len(err.splitlines()) == 1, err
+        assert main(["--quiet", "--url", service.socket, *arguments]) == 1
+        err = capsys.readouterr().err
+        assert says in err and len(err.splitlines()) == 1, err
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "m"])
+    assert ended.value.code == 2 and "--prompts" in capsys.readouterr().err
 
 
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,9 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -365,22 +367,26 @@ class TransformersProducer:
             yield Refusal("bad", f"{e.subject}: {e.detail}")
 
     def _all(self, rows: Iterator[Row | Refusal]) -> list[SampleRef]:
-        refs: list[SampleRef] = []
         pending: list[_Admitted] = []
-        for row in rows:
+        with ThreadPoolExecutor(1, thread_name_prefix="sluice-put") as worker:
+            puts = _Puts(worker)
             try:
-                admitted = row if isinstance(row, Refusal) else self._admit(row)
-            except InvalidError as e:
-                admitted = Refusal("bad", f"{e.subject}: {e.detail}", row.position)
-            if isinstance(admitted, Refusal):
-                self._refuse(admitted)
-                continue
-            pending.append(admitted)
-            if len(pending) == self.batch_size:
-                pending = self._some(pending, refs)
-        while pending:
-            pending = self._some(pending, refs)
-        return refs
+                for row in rows:
+                    try:
+                        admitted = row if isinstance(row, Refusal) else self._admit(row)
+                    except InvalidError as e:
+                        admitted = Refusal("bad", f"{e.subject}: {e.detail}", row.position)
+                    if isinstance(admitted, Refusal):
+                        self._refuse(admitted)
+                        continue
+                    pending.append(admitted)
+                    if len(pending) == self.batch_size:
+                        pending = self._some(pending, puts)
+                while pending:
+                    pending = self._some(pending, puts)
+            finally:
+                self._settle(puts)  # what was computed is stored, whatever ended the rows
+        return puts.refs
 
     def _refuse(self, refusal: Refusal) -> None:
         if refusal.reason == "bad" and not self._skip_bad:
@@ -393,22 +399,41 @@ class TransformersProducer:
 
     # -- one forward ---------------------------------------------------------------------------------------------------
 
-    def _some(self, pending: list[_Admitted], refs: list[SampleRef]) -> list[_Admitted]:
-        """One forward over as many of the first rows as the run has room for; returns the others."""
+    def _some(self, pending: list[_Admitted], puts: _Puts) -> list[_Admitted]:
+        """One forward over as many of the first rows as the run has room for; returns the others. Its samples are put while the next forward runs, and no more than these: memory holds two batches."""
         rooms = self._reserve([a.nbytes for a in pending])
         batch = pending[:len(rooms)]
         try:
-            for a, tensors in zip(batch, self._forward(batch), strict=True):
+            made = self._forward(batch)
+            self._settle(puts)
+            for a, tensors in zip(batch, made, strict=True):
                 room = rooms.pop(0)
                 if tensors is None:
-                    self._run.queue.unreserve(room.id)
+                    self._give_back([room])
                 else:
-                    refs.append(self._put(a, tensors, room))
+                    puts.waiting.append((puts.worker.submit(self._put, a, tensors, room), a, room))
                 tensors = None
         except BaseException:
             self._give_back(rooms)
             raise
         return pending[len(batch):]
+
+    def _settle(self, puts: _Puts) -> None:
+        """Wait for the puts, and count them. The first that failed is raised, and those behind it are given up."""
+        while puts.waiting:
+            future, a, _ = puts.waiting.popleft()
+            try:
+                ref, seconds = future.result()
+            except BaseException:
+                self._give_back([room for other, _, room in puts.waiting if other.cancel()])
+                puts.waiting.clear()
+                raise
+            puts.refs.append(ref)
+            self.counts.samples += 1
+            self.counts.tokens += a.num_tokens
+            self.counts.supervised_tokens += a.supervised
+            self.counts.bytes += ref.estimated_bytes
+            self.counts.put_seconds += seconds
 
     def _reserve(self, sizes: list[int]) -> list[Reservation]:
         start = time.monotonic()
@@ -427,6 +452,8 @@ class TransformersProducer:
             self.counts.waited_seconds += time.monotonic() - start
 
     def _give_back(self, rooms: list[Reservation]) -> None:
+        if not rooms:
+            return
         try:
             self._run.queue.unreserve(*(r.id for r in rooms))
         except SluiceError as e:
@@ -471,7 +498,7 @@ class TransformersProducer:
                 if (specs := specs_of(tensors)) != a.specs:
                     raise TargetFaultError(f"the features are {specs}, want {a.specs}"[:1000], op="forward", subject=_name(self.model))
                 self._faults = 0
-                yield tensors
+                yield {name: t.cpu() for name, t in tensors.items()}  # here, since another thread has another stream
                 continue
             at = [int(n) for n in (~torch.isfinite(tensors[strange])).nonzero()[0]]
             detail = f"{_where(a.row)}{strange} as {self._dtype(self.schema.feature(strange) or self._plan.features[0])} is not finite at token {at[1]}, element {at[2]}"
@@ -508,7 +535,8 @@ class TransformersProducer:
                 out[f.name] = (inside[logits.argmax(-1)] & supervised)[..., None]
         return out
 
-    def _put(self, a: _Admitted, tensors: dict[str, Any], room: Reservation) -> SampleRef:
+    def _put(self, a: _Admitted, tensors: dict[str, Any], room: Reservation) -> tuple[SampleRef, float]:
+        """In the worker's thread."""
         start = time.monotonic()
 
         def put(reservation: Reservation | None) -> SampleRef:
@@ -518,19 +546,21 @@ class TransformersProducer:
             )
 
         try:
-            try:
-                ref = put(room)
-            except NotFoundError as e:
-                # The reservation is gone: its time was over, or the service was started anew. What was computed waits at the gate once more.
-                log.info("producer %s: %s; the sample %s waits for room again", self._producer.name, e, a.sample_id)
-                ref = put(None)
-        finally:
-            self.counts.put_seconds += time.monotonic() - start
-        self.counts.samples += 1
-        self.counts.tokens += a.num_tokens
-        self.counts.supervised_tokens += a.supervised
-        self.counts.bytes += ref.estimated_bytes
-        return ref
+            ref = put(room)
+        except NotFoundError as e:
+            # The reservation is gone: its time was over, or the service was started anew. What was computed waits at the gate once more.
+            log.info("producer %s: %s; the sample %s waits for room again", self._producer.name, e, a.sample_id)
+            ref = put(None)
+        return ref, time.monotonic() - start
+
+
+class _Puts:
+    """Samples on their way into the run, in order."""
+
+    def __init__(self, worker: ThreadPoolExecutor) -> None:
+        self.worker = worker
+        self.waiting: deque[tuple[Future[tuple[SampleRef, float]], _Admitted, Reservation]] = deque()
+        self.refs: list[SampleRef] = []
 
 
 @dataclass
