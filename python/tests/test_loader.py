@@ -679,3 +679,18 @@ def test_the_page_names_every_argument_method_and_figure(run: sluice.Run) -> Non
         assert [n for n in names if f"{owner}.{n}" not in page] == []
     assert [k for k in run.stats() if f"`{k}`" not in page] == []
     assert [k for k in loader.state_dict() if f"`{k}`" not in page] == []
+
+
+def test_a_step_reaches_every_loader_though_one_was_taken_over(run: sluice.Run) -> None:
+    fill(run, 4)
+    old = run.loader(batch=1, ack="step", consumer="t", incarnation=1, prefetch=0, timeout=20)
+    next(old)
+    new = run.loader(batch=2, ack="step", consumer="t", incarnation=2, prefetch=0, timeout=20)
+    next(new)
+    with pytest.raises(sluice.StaleError, match="superseded"):
+        run.step()
+    assert run.status()["acked"] == 2
+    del old  # nobody hears of what it lost any more
+    next(new)
+    run.step()
+    assert run.status()["acked"] == 4

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .address import Address, resolve
-from .errors import ClosedError, ConflictError, InvalidError, NotFoundError, SluiceError
+from .errors import ClosedError, ConflictError, InvalidError, NotFoundError, SluiceError, StaleError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
 from .store import RunStore
@@ -263,14 +263,19 @@ class Run:
             raise ConflictError("no loader of the run was made here", op=op, subject=self.run_id, hint="make one with run.loader()")
         for stream in self._streams:
             stream.own()  # of the parent of a fork: it refuses
+        failed: list[SluiceError] = []
         for stream in self._streams:
             if stream.closing:
                 continue
             try:
                 call(stream)
-            except ClosedError:
-                if not stream.retired:
-                    raise  # nobody has its loader any more, and it ended meanwhile, with nothing to settle
+            except (ClosedError, StaleError) as e:
+                if not stream.retired:  # nobody has its loader any more, and it ended meanwhile, or another took over
+                    failed.append(e)
+            except SluiceError as e:
+                failed.append(e)
+        if failed:
+            raise failed[0]
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
