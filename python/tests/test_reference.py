@@ -937,7 +937,7 @@ def test_a_loader_that_is_dropped_leaves_no_thread_and_its_lease_runs_out(store:
     queue = filled(store, 1, visibility_timeout=VisibilityTimeout(0.3))
     loader = FeatureDataLoader(queue, store)
     next(loader)
-    renewer = loader._renewer
+    renewer = loader._keeper._thread
     assert renewer is not None
     del loader
     gc.collect()

@@ -8,6 +8,7 @@ its release in either order, the sample cap pauses a pipeline instead of ending 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -487,6 +488,78 @@ class SampleRefQueue:
         return bool(status["closed"]) and (not self._mine.more_may_come or not (status["pending"] or status["outstanding"]))
 
 
+class LeaseKeeper:
+    """Renews leases for as long as somebody refers to what they were handed out as, 30 minutes at most: so a trainer that is slow loses none, and one that hangs or has dropped it keeps none."""
+
+    def __init__(self, queue: SampleRefQueue) -> None:
+        self._queue = queue
+        self._held: dict[int, tuple[weakref.ref[Any], Lease, float]] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def keep(self, held: Any, lease: Lease) -> None:
+        """Renew a lease while ``held`` lives, which may be the lease itself."""
+        wake = self._wake
+        with self._lock:
+            self._held[lease.lease_id] = (weakref.ref(held, lambda _: wake.set()), dataclasses.replace(lease), time.monotonic())
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="sluice-renewer", daemon=True)
+                self._thread.start()
+
+    def drop(self, lease_id: int) -> None:
+        """It is settled."""
+        with self._lock:
+            self._held.pop(lease_id, None)
+
+    def rest(self) -> None:
+        """End the thread if there is nothing to renew: by itself it finds that out at the next renewal."""
+        with self._lock:
+            idle = self._thread is not None and not self._held
+        if idle:
+            self._wake.set()
+
+    def end(self) -> None:
+        """Renew nothing any more. Returns when the thread has ended, which may begin again."""
+        with self._lock:
+            self._held.clear()
+            thread = self._thread
+        self._wake.set()
+        if thread is not None and self._pid == os.getpid():
+            thread.join(_GIVE_UP_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._queue._vt.seconds / 3)
+            self._wake.clear()
+            now = time.monotonic()
+            with self._lock:
+                self._held = {i: h for i, h in self._held.items() if h[0]() is not None and now - h[2] < _IDLE_RENEWAL_SECONDS}
+                if not self._held:
+                    self._thread = None
+                    return
+                leases = [lease for _, lease, _ in self._held.values()]
+            for lease in leases:
+                if not self._renew(lease):
+                    self.drop(lease.lease_id)
+
+    def _renew(self, lease: Lease) -> bool:
+        try:
+            if self._queue._renew(lease):
+                return True
+        except UnavailableError as e:
+            log.warning("the lease of %s could not be renewed: %s", lease.ref.sample_id, e)
+            return True
+        except (ClosedError, NotFoundError, StaleError):
+            return False
+        with self._lock:
+            unsettled = lease.lease_id in self._held
+        if unsettled:
+            log.warning("the lease of %s ran out while the trainer had it: the sample will be trained on again", lease.ref.sample_id)
+        return False
+
+
 def _store_of(op: str, store: object) -> ServiceFeatureStore:
     if not isinstance(store, ServiceFeatureStore):
         raise InvalidError(f"is a {type(store).__name__}, want a LocalFeatureStore, a SharedDirFeatureStore or a ServiceFeatureStore", op=op, subject="store")
@@ -885,11 +958,9 @@ class FeatureDataLoader:
         self._consumer = Consumer(consumer_name("loader"))
         self._pending_handle: StoreHandle | None = None
         self._pending_lease: Lease | None = None
-        self._pending_since = 0.0
+        self._keeper = LeaseKeeper(self._queue)
         self._pid = os.getpid()
         self._closed = False
-        self._renewer: threading.Thread | None = None
-        self._wake = threading.Event()  # ends the renewer
         self._lock = threading.Lock()
 
     def __iter__(self) -> FeatureDataLoader:
@@ -905,9 +976,9 @@ class FeatureDataLoader:
                 if end:
                     break
         except BaseException:
-            self._stop_renewal()
+            self._keeper.end()
             raise
-        self._stop_renewal()
+        self._keeper.end()
         raise StopIteration
 
     def _batch(self, lease: Lease) -> Eagle3TargetBatch:
@@ -928,33 +999,9 @@ class FeatureDataLoader:
                     self._store.release(handle)
             raise
         with self._lock:
-            self._pending_lease, self._pending_handle, self._pending_since = lease, handle, time.monotonic()
-        if self._renewer is None:
-            wake = self._wake
-            watched = weakref.ref(self, lambda _: wake.set())
-            self._renewer = threading.Thread(target=_renew, args=(watched, wake, self._queue._vt.seconds / 3), name="sluice-renewer", daemon=True)
-            self._renewer.start()
+            self._pending_lease, self._pending_handle = lease, handle
+        self._keeper.keep(lease, lease)
         return made
-
-    def _renew(self) -> None:
-        """Keep the batch's lease alive for as long as the trainer has it, within bounds."""
-        with self._lock:
-            lease, since = self._pending_lease, self._pending_since
-        if lease is None or time.monotonic() - since > _IDLE_RENEWAL_SECONDS:
-            return
-        try:
-            if not self._queue._renew(lease) and lease is self._pending_lease:
-                log.warning("the lease of %s ran out while the trainer had it: the sample will be trained on again", lease.ref.sample_id)
-        except ClosedError:
-            self._wake.set()
-        except (UnavailableError, StaleError, NotFoundError) as e:
-            log.warning("the lease of %s could not be renewed: %s", lease.ref.sample_id, e)
-
-    def _stop_renewal(self) -> None:
-        self._wake.set()
-        renewer, self._renewer, self._wake = self._renewer, None, threading.Event()
-        if renewer is not None and self._pid == os.getpid():
-            renewer.join(5)
 
     def _take(self) -> tuple[Lease | None, StoreHandle | None]:
         with self._lock:
@@ -968,6 +1015,7 @@ class FeatureDataLoader:
     def _settle_pending(self, verdict: str, reason: str) -> None:
         lease, handle = self._take()
         if lease is not None and handle is not None:
+            self._keeper.drop(lease.lease_id)
             try:
                 self._queue._settle(lease, verdict, reason)
             finally:
@@ -983,7 +1031,7 @@ class FeatureDataLoader:
 
     def _end(self, error: BaseException | None) -> None:
         already, self._closed = self._closed, True
-        self._stop_renewal()
+        self._keeper.end()
         try:
             if error is None:
                 self._release_pending()
@@ -999,15 +1047,6 @@ class FeatureDataLoader:
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self._end(exc)
-
-
-def _renew(watched: weakref.ref[FeatureDataLoader], wake: threading.Event, every: float) -> None:
-    """Work of a loader's thread, which ends with the loader: it holds it only while it renews."""
-    while not wake.wait(every):
-        if (loader := watched()) is None:
-            return
-        loader._renew()
-        del loader
 
 
 __all__ = [
