@@ -600,6 +600,8 @@ def test_positions_are_those_of_the_rows_and_epochs_count(new_run: Callable[...,
     second = TransformersProducer(model, run, tokenizer, name="b", skip_bad=True)
     counts = second.run(source, name="set", epochs=2)
     assert isinstance(counts, Counts) and counts.samples == 0 and counts.taken == 10 and counts.forwards == 0
+    with pytest.raises(ValueError, match="source.*str"):
+        TransformersProducer(model, run, tokenizer, name="c").run("text")
     with pytest.raises(ValueError, match="once only"):
         TransformersProducer(model, run, tokenizer, name="c").run(iter(source), epochs=2)
 

@@ -239,7 +239,11 @@ class TransformersProducer:
         self._producer = Producer(run, name, incarnation)
 
     def _own_attributes(self, fingerprint: str | None) -> dict[str, str]:
-        own = {"shift": "0", "target": fingerprint if fingerprint is not None else target_fingerprint(self.model)}
+        if fingerprint is None:
+            start = time.monotonic()
+            fingerprint = target_fingerprint(self.model)
+            log.info("the weights of %s were hashed in %.1f s", _name(self.model), time.monotonic() - start)
+        own = {"shift": "0", "target": fingerprint}
         if self.tokenizer is not None:
             own["tokenizer"] = tokenizer_fingerprint(self.tokenizer)
         if self.aux_layers:
@@ -309,6 +313,8 @@ class TransformersProducer:
         """
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise InvalidError(f"is {epochs!r:.40}, want an integer above 0", op="run", subject="epochs")
+        if isinstance(source, (str, Mapping)):
+            raise InvalidError(f"is a {type(source).__name__}, want an iterable of prompts", op="run", subject="source")
         if epochs > 1 and iter(source) is source:
             raise InvalidError(f"is {epochs}, and the source can be walked through once only", op="run", subject="epochs", hint="give a list, or an object whose iter() begins anew")
         if name is None:
