@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -409,6 +410,30 @@ def test_the_head_is_not_run_where_no_logits_are_wanted(new_run: Callable[..., s
     with producer:
         producer.produce(rows(5))
     assert calls == []
+
+
+def test_layers_that_write_into_what_they_are_given_change_no_feature(new_run: Callable[..., sluice.Run]) -> None:
+    class InPlace(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            return (x.copy_(self.inner(x, mask)[0]),)
+
+    plain, model, run = CausalLM(), CausalLM(), new_run()
+    model.model.layers = torch.nn.ModuleList(InPlace(layer) for layer in model.model.layers)
+    model.model.forward = functools.partial(_without_hidden_states, model.model.forward)
+    (row,) = rows(6)
+    with TransformersProducer(model, run, aux_layers=[-1, 0, 3]) as producer:
+        producer.produce(row)
+    states = by_hand(plain, row).hidden_states
+    assert torch.equal(samples(run, 1)[0][1]["aux_hidden_states"], torch.cat([states[0], states[1], states[4]], -1))
+
+
+def _without_hidden_states(forward: Any, *args: Any, **more: Any) -> Any:
+    """What a model reports is not right either, where its layers write into it."""
+    return forward(*args, **{k: v for k, v in more.items() if k != "output_hidden_states"})
 
 
 def test_a_layer_that_does_not_run_once_is_a_fault(new_run: Callable[..., sluice.Run]) -> None:
