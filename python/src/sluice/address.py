@@ -7,6 +7,7 @@ import json
 import os
 import re
 import stat
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ ENV_URL = "SLUICE_URL"
 ENV_TOKEN_FILE = "SLUICE_TOKEN_FILE"
 ENV_STATE = "SLUICE_STATE"
 
+_PATH = re.compile(r"[A-Za-z0-9/._~!$&'()*+,;=:@%-]*")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{26,256}")
 _MAX_FILE = 4 << 20
+_MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def resolve(
     ca = os.fspath(ca_file) if ca_file else ""
     directory = Path(state_dir) if state_dir else _default_state()
     if not where:
+        if directory is None:
+            raise UnavailableError("there is no home directory, and so no state directory of a service", op="client", hint=f"name a service by its url or ${ENV_URL}")
         endpoint = _read_endpoint(directory)
         socket = endpoint.get("socket")
         where = f"unix:{socket}" if socket else str(endpoint.get("url", ""))
@@ -63,7 +68,7 @@ def resolve(
             raise CorruptError("names neither a socket nor a url", op="client", subject=str(directory / "endpoint.json"))
     address = parse(where)
     secret = _given_token(token, token_file)
-    if not secret and address.scheme != "unix":
+    if not secret and address.scheme != "unix" and directory is not None:
         secret, own_ca = _own_token(directory, address.name)
         ca = ca or own_ca
     return Address(address.name, address.scheme, address.host, address.port, address.prefix, address.socket, ca, secret)
@@ -75,10 +80,16 @@ def parse(where: str) -> Address:
     def bad(detail: str) -> InvalidError:
         return InvalidError(detail, op="client", subject="url", hint="want http://host:port, https://host:port or unix:/path")
 
+    if not isinstance(where, str):
+        raise bad(f"is a {type(where).__name__}")
+    if not where.isprintable():
+        raise bad("has characters that can't be printed")
     if where.startswith("unix:"):
         path = where[len("unix:"):].removeprefix("//")
         if not os.path.isabs(path):
             raise bad("the path of the unix socket is not absolute")
+        if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
+            raise bad(f"the path of the unix socket has {len(os.fsencode(path))} bytes, want {_MAX_SOCKET_PATH} at most")
         return Address(f"unix:{path}", "unix", host="localhost", socket=path)
     try:
         u = urlsplit(where)
@@ -93,16 +104,27 @@ def parse(where: str) -> Address:
         raise bad("holds a user or password; a token goes into a file")
     if u.query or u.fragment:
         raise bad("has a query or a fragment")
+    if port == 0:
+        raise bad("has the port 0")
     prefix = u.path.rstrip("/")
+    try:
+        u.hostname.encode("idna")
+    except UnicodeError:
+        raise bad("names a host that can't be one") from None
+    if " " in u.netloc or not _PATH.fullmatch(prefix):
+        raise bad("has characters that must be escaped")
     return Address(f"{u.scheme}://{u.netloc}{prefix}", u.scheme, u.hostname, port or (443 if u.scheme == "https" else 80), prefix)
 
 
-def _default_state() -> Path:
+def _default_state() -> Path | None:
     if directory := os.environ.get(ENV_STATE):
         return Path(directory)
     if os.path.isabs(directory := os.environ.get("XDG_STATE_HOME", "")):
         return Path(directory) / "sluice"
-    return Path.home() / ".local" / "state" / "sluice"
+    try:
+        return Path.home() / ".local" / "state" / "sluice"
+    except RuntimeError:
+        return None  # a user without a home, as in some containers
 
 
 def _read_endpoint(directory: Path) -> dict[str, Any]:
@@ -115,7 +137,7 @@ def _read_endpoint(directory: Path) -> dict[str, Any]:
         ) from None
     except OSError as e:
         raise DeniedError(f"can't be read: {e.strerror}", op="client", subject=str(path)) from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CorruptError("is not JSON", op="client", subject=str(path)) from e
     if not isinstance(value, dict):
         raise CorruptError("is no JSON object", op="client", subject=str(path))
@@ -166,6 +188,8 @@ def _own_token(directory: Path, name: str) -> tuple[str, str]:
     try:
         tokens = json.loads(_read_private(tokens_file, links=False))["tokens"]
         own = next((str(t["value"]) for t in tokens if t["role"] == "operator" and not t.get("run")), "")
+        if own and not _TOKEN.fullmatch(own):
+            raise ValueError
         return own, str(endpoint.get("ca_file", ""))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError("is no tokens file of a service", op="token", subject=tokens_file) from None

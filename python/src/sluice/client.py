@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from .address import Address, resolve
+from .answers import fields, items, run_path, seconds, text, understood
 from .errors import ClosedError, ConflictError, InvalidError, NotFoundError, SluiceError, StaleError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
@@ -50,8 +50,8 @@ class Client:
         return client
 
     def _open(self, address: Address, http_only: bool, ranges: int, patience: float) -> None:
-        if not 1 <= ranges <= 64:
-            raise InvalidError(f"is {ranges!r}, want 1 to 64", op="client", subject="ranges")
+        if isinstance(ranges, bool) or not isinstance(ranges, int) or not 1 <= ranges <= 64:
+            raise InvalidError(f"is {ranges!r}, want a whole number from 1 to 64", op="client", subject="ranges")
         self._http_only, self._ranges = http_only, ranges
         self._t = Transport(address, patience=patience)
         try:
@@ -67,12 +67,13 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """The service and all its runs, as ``sluice status --json`` has them."""
-        answer: dict[str, Any] = self._t.call("GET", "/v1/status")
-        return answer
+        answer = self._t.call("GET", "/v1/status")
+        return understood("status", self.url, lambda: dict(fields(answer)))
 
     def runs(self) -> list[str]:
         """The names of the runs that the token is good for."""
-        return [str(r["spec"]["run_id"]) for r in self._t.call("GET", "/v1/runs")["runs"] or []]
+        answer = self._t.call("GET", "/v1/runs")
+        return understood("runs", self.url, lambda: [text(r["spec"]["run_id"]) for r in items(fields(answer)["runs"])])
 
     def create_run(
         self, run_id: str, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None, mixed: bool = False, max_bytes: int | None = None, max_samples: int | None = None,
@@ -97,13 +98,17 @@ class Client:
             producer_timeout_seconds=producer_timeout, largest_sample=largest_sample, steps_per_checkpoint=steps_per_checkpoint, samples_per_step=samples_per_step,
             target_versions=target_versions, min_draft_version=min_draft_version,
         )
-        if ranks is not None or per_rank is not None:
+        if ranks is None and per_rank is None:
+            for name, value in (("prefetch_windows", prefetch_windows), ("drop_tail", drop_tail)):
+                if value:
+                    raise InvalidError(f"is {value!r}, and a run without ranks has no windows", op="create run", subject=name, hint="give ranks and per_rank")
+        else:
             spec["windows"] = _given(ranks=ranks, per_rank=per_rank, prefetch=prefetch_windows or None, drop_tail=drop_tail or None)
         return Run(self, self._t.call("POST", "/v1/runs", spec))
 
     def run(self, run_id: str) -> Run:
         """Open a run. NotFoundError if there is none of that name."""
-        return Run(self, self._t.call("GET", f"/v1/runs/{quote(run_id, safe='')}"))
+        return Run(self, self._t.call("GET", run_path(run_id)))
 
     def check(self, ref: SampleRef, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None) -> None:
         """Check a ref against a built-in schema, or a document. SchemaError says what is wrong with it."""
@@ -112,7 +117,7 @@ class Client:
     def delete_run(self, run_id: str) -> None:
         """Remove a run with all its samples and records."""
         try:
-            self._t.call("DELETE", f"/v1/runs/{quote(run_id, safe='')}")
+            self._t.call("DELETE", run_path(run_id))
         except NotFoundError as e:
             if e.__dict__.get("attempts", 1) < 2:
                 raise  # otherwise the answer to the first attempt was lost
@@ -136,11 +141,10 @@ class Run:
 
     def __init__(self, client: Client, described: Mapping[str, Any], *, owns_client: bool = False) -> None:
         self.client = client
-        self.spec: dict[str, Any] = dict(described["spec"])
-        self.run_id = str(self.spec["run_id"])
+        self.spec, self.run_id, lives, store = understood("run", client.url, lambda: _described(described))
         self._owns_client = owns_client
-        self.store = RunStore(client._t, self.run_id, described["store"], self.spec, ranges=client._ranges, http_only=client._http_only)
-        self.queue = RunQueue(client._t, self.run_id, float(self.spec["visibility_timeout_seconds"]))
+        self.store = RunStore(client._t, self.run_id, store, self.spec, ranges=client._ranges, http_only=client._http_only)
+        self.queue = RunQueue(client._t, self.run_id, lives)
         self._streams: list[Stream] = []  # of this run's loaders
         self._ended: list[tuple[Counts, int]] = []  # what those did that have ended
         self._figures: Figures | None = None
@@ -166,21 +170,25 @@ class Run:
 
         Raises InvalidError by field, ConflictError (it is not drained).
         """
-        described = self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/configure", _given(
+        described = self.client._t.call("POST", f"{run_path(self.run_id)}/configure", _given(
             visibility_timeout_seconds=visibility_timeout, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
             high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples, reopen=reopen or None,
         ))
-        self.spec.update(described["spec"])
-        self.queue.visibility_timeout = VisibilityTimeout(float(self.spec["visibility_timeout_seconds"]))
+        self._respec("configure", described)
+
+    def _respec(self, op: str, described: Any) -> None:
+        spec, _, lives, _ = understood(op, self.run_id, lambda: _described(described))
+        self.spec.update(spec)
+        self.queue.visibility_timeout = VisibilityTimeout(lives)
 
     def refresh(self) -> dict[str, Any]:
         """Ask for the spec again, which a reshape changes, and return it."""
-        self.spec.update(self.client._t.call("GET", f"/v1/runs/{quote(self.run_id, safe='')}")["spec"])
+        self._respec("run", self.client._t.call("GET", run_path(self.run_id)))
         return self.spec
 
     def reshape(self, ranks: int, per_rank: int) -> None:
         """Deal the run out to another number of ranks, or of samples a rank and step. ConflictError while a lease is out."""
-        self.client._t.call("POST", f"/v1/runs/{quote(self.run_id, safe='')}/reshape", {"ranks": ranks, "per_rank": per_rank})
+        self.client._t.call("POST", f"{run_path(self.run_id)}/reshape", {"ranks": ranks, "per_rank": per_rank})
         self.refresh()
 
     # -- for trainers --------------------------------------------------------------------------------------------------
@@ -328,8 +336,17 @@ def connect(url: str | None = None, *, run: str, create: Mapping[str, Any] | Non
     return opened
 
 
-def _given(**fields: Any) -> dict[str, Any]:
-    return {k: v for k, v in fields.items() if v is not None}
+def _described(answer: Any) -> tuple[dict[str, Any], str, float, Mapping[str, Any]]:
+    """Of a run that the service describes: its spec, its name, its visibility timeout in seconds, and its store."""
+    spec = dict(fields(answer["spec"]))
+    lives = seconds(spec["visibility_timeout_seconds"])
+    VisibilityTimeout(lives)  # as it must be
+    fields(spec.get("schema") or {})
+    return spec, text(spec["run_id"]), lives, fields(answer["store"])
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if v is not None}
 
 
 def consumer_name(prefix: str = "consumer") -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .errors import ClosedError, ConflictError, InvalidError, SluiceError
+from .errors import ClosedError, ConflictError, InvalidError, SluiceError, StaleError
 from .queue import Position, Reservation
 from .refs import FeatureAlgorithm, SampleRef
 from .tensorfile import Tensor, specs_of
+from .transport import Cancel, Cancelled
 
 if TYPE_CHECKING:
     from .client import Run
@@ -36,12 +38,14 @@ class Producer:
         self.name = name
         self.incarnation = time.time_ns() // 1_000_000 if incarnation is None else incarnation
         self._who = (name, self.incarnation)
-        self._end = threading.Event()
+        self._end = Cancel()
+        self._pid = os.getpid()
+        self._reported = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> Producer:
         """Report that the producer runs, and go on doing so."""
-        if self._end.is_set():
+        if self._end.cancelled:
             raise ConflictError("has ended; make a new one", op="producer", subject=self.name)
         if self._thread is None:
             self.run.queue.report(self._who, "running")
@@ -52,9 +56,9 @@ class Producer:
     def _live(self) -> None:
         while not self._end.wait(_ALIVE_SECONDS):
             try:
-                self.run.queue.report(self._who, "running")
-            except ClosedError:
-                return
+                self.run.queue.report(self._who, "running", cancel=self._end)
+            except (ClosedError, StaleError, ConflictError, Cancelled):
+                return  # the client was closed, a newer incarnation has taken over, or this one has ended
             except SluiceError as e:
                 log.warning("producer %s of run %s can't say that it lives: %s", self.name, self.run.run_id, e)
 
@@ -77,6 +81,8 @@ class Producer:
         """Store one sample and enqueue it. Without a reservation it waits at the gate first, for ``timeout`` seconds, or as long as the run lives.
 
         A reservation that is too small is given back, and one of the right size is waited for. What fails leaves nothing behind.
+
+        Raises what :meth:`RunQueue.reserve`, :meth:`RunStore.put` and :meth:`RunQueue.put` raise.
         """
         nbytes = sum(spec.nbytes for spec in specs_of(tensors).values())
         if reservation is not None and reservation.bytes < nbytes:
@@ -89,12 +95,12 @@ class Producer:
                 sample_id, tensors, None, algorithm, None, target_model_version, draft_weight_version, num_tokens, attributes=attributes, reservation=reservation.id
             )
         except BaseException:
-            self._tidy(lambda: self.run.queue.unreserve(reservation.id))
+            self._tidy(lambda: self.run.queue.unreserve(reservation.id, promptly=True))
             raise
         try:
             self.run.queue.put(ref, positions=positions, producer=self._who)
         except BaseException:
-            self._tidy(lambda: self.run.store.abort(ref))
+            self._tidy(lambda: self.run.store.abort(ref, promptly=True))
             raise
         return ref
 
@@ -105,16 +111,17 @@ class Producer:
             log.debug("producer %s: what a failed put left ends by itself: %s", self.name, e)
 
     def close(self, error: BaseException | str | None = None) -> None:
-        """Report that the producer is done, or that it failed. Idempotent."""
-        if self._end.is_set():
+        """Report that the producer is done, or that it failed. Idempotent; it may be called again if the service did not answer. The child of a fork reports nothing of its parent's."""
+        if self._reported or self._pid != os.getpid():
             return
-        self._end.set()
+        self._end.cancel()
         if self._thread is not None:
             self._thread.join(5)
         if error is None:
             self.run.queue.report(self._who, "done")
         else:
-            self.run.queue.report(self._who, "failed", f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error)
+            self.run.queue.report(self._who, "failed", error)
+        self._reported = True
 
     def __enter__(self) -> Producer:
         return self.start()

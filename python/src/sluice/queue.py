@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
+from .answers import count, fields, flag, items, lease_id, run_path, seconds, text, understood
 from .errors import AbortedError, CorruptError, InvalidError, SluiceError, StaleError, WaitTimeoutError, from_problem
 from .refs import SampleRef
-from .transport import SLICE_SECONDS, Cancel, Cancelled, Transport, new_id
+from .transport import SLICE_SECONDS, Cancel, Transport, new_id
+
+log = logging.getLogger("sluice")
+
+T = TypeVar("T")
 
 MAX_BATCH = 1024
 _ABORT_POLL_SECONDS = 0.05  # how often abort_when is asked
@@ -143,7 +150,7 @@ class RunQueue:
 
     def __init__(self, transport: Transport, run_id: str, visibility_timeout: float) -> None:
         self._t = transport
-        self._run = f"/v1/runs/{quote(run_id, safe='')}"
+        self._run = run_path(run_id)
         self.run_id = run_id
         self.visibility_timeout = VisibilityTimeout(visibility_timeout)
 
@@ -173,35 +180,48 @@ class RunQueue:
         body: dict[str, Any] = {"bytes": sizes, "request_id": new_id()}  # one id for all slices: it keeps the place in the line
         if producer:
             body["producer"] = _producer(producer)
-        until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if abort_when is not None and abort_when():
+        until = _until(timeout)
+        asked = False
+        try:
+            while True:
+                if abort_when is not None and abort_when():
+                    raise AbortedError("abort_when became true while the producer waited at the gate", op="reserve", subject=self.run_id)
+                wait = _slice(until, _ABORT_POLL_SECONDS if abort_when is not None else SLICE_SECONDS)
+                asked = True
+                got = self._reserved(self._t.call("POST", f"{self._run}/reserve", body | {"wait_seconds": wait}, wait=wait, cancel=cancel))
+                if got:
+                    return got
+                if until is not None and time.monotonic() >= until:
+                    raise WaitTimeoutError(f"no room for {sizes[0]} bytes within {timeout} s", op="reserve", subject=self.run_id, hint="`sluice status` says who holds what")
+        except SluiceError as e:
+            if asked and isinstance(e, (AbortedError, WaitTimeoutError)):
                 self._unreserve_asked(body)
-                raise AbortedError("abort_when became true while the producer waited at the gate", op="reserve", subject=self.run_id)
-            wait = _slice(until, _ABORT_POLL_SECONDS if abort_when is not None else SLICE_SECONDS)
-            try:
-                got = self._t.call("POST", f"{self._run}/reserve", body | {"wait_seconds": wait}, wait=wait, cancel=cancel)["reservations"]
-            except (Cancelled, KeyboardInterrupt):
+            raise
+        except BaseException:  # the caller's own, such as ^C
+            if asked:
                 self._unreserve_asked(body)
-                raise
-            if got:
-                return [Reservation(str(r["id"]), int(r["bytes"]), float(r["expires_seconds"])) for r in got]
-            if until is not None and time.monotonic() >= until:
-                self._unreserve_asked(body)
-                raise WaitTimeoutError(f"no room for {sizes[0]} bytes within {timeout} s", op="reserve", subject=self.run_id, hint="`sluice status` says who holds what")
+            raise
+
+    def _reserved(self, answer: Any) -> list[Reservation]:
+        return understood(
+            "reserve", self.run_id,
+            lambda: [Reservation(text(r["id"]), count(r["bytes"]), seconds(r["expires_seconds"])) for r in items(fields(answer)["reservations"])],
+        )
 
     def _unreserve_asked(self, body: dict[str, Any]) -> None:
         """It may have been granted meanwhile: asking again with the same id tells, and what comes is given back."""
         try:
-            got = self._t.call("POST", f"{self._run}/reserve", body | {"wait_seconds": 0}, patience=1.0)["reservations"]
-            self.unreserve(*(str(r["id"]) for r in got))
-        except SluiceError:
-            pass  # it ends by itself
+            got = self._reserved(self._t.give_back("POST", f"{self._run}/reserve", body | {"wait_seconds": 0}))
+            if got:
+                self._t.give_back("POST", f"{self._run}/unreserve", {"reservations": [r.id for r in got]})
+        except SluiceError as e:
+            log.debug("run %s: a reservation that nobody waited for ends by itself: %s", self.run_id, e)
 
-    def unreserve(self, *ids: str) -> None:
-        """Give reservations back. What is not there is passed over."""
+    def unreserve(self, *ids: str, promptly: bool = False) -> None:
+        """Give reservations, named by their ids, back. What is not there is passed over. ``promptly`` takes 5 s at most, however patient the client is."""
+        call = self._t.give_back if promptly else self._t.call
         for part in _chunks(ids):
-            self._t.call("POST", f"{self._run}/unreserve", {"reservations": list(part)})
+            call("POST", f"{self._run}/unreserve", {"reservations": list(part)})
 
     def put(self, ref: SampleRef, *, positions: Iterable[Position] = (), producer: tuple[str, int] | None = None) -> str:
         """Enqueue a stored sample. Returns "enqueued", "already" (a repetition), "settled" (it was trained on) or "gated" (a version gate dropped it)."""
@@ -217,11 +237,14 @@ class RunQueue:
             body: dict[str, Any] = {"items": [_item(ref, positions) for ref, positions in part]}
             if producer:
                 body["producer"] = _producer(producer)
-            results = self._t.call("POST", f"{self._run}/commit", body)["results"]
-            if len(results) != len(part):
-                raise self._miscounted("commit")
-            out += [from_problem(r["error"]) if r.get("error") else str(r["status"]) for r in results]
+            out += self._committed(self._t.call("POST", f"{self._run}/commit", body), len(part))
         return out
+
+    def _committed(self, answer: Any, want: int) -> list[str | SluiceError]:
+        results = understood("put", self.run_id, lambda: [
+            from_problem(dict(fields(r["error"]))) if fields(r).get("error") else text(r["status"]) for r in items(fields(answer)["results"])
+        ])
+        return self._counted(results, want, "put")
 
     def put_blocks_until_below(
         self, ref: SampleRef, *, positions: Iterable[Position] = (), producer: tuple[str, int] | None = None, abort_when: Callable[[], bool] | None = None, timeout: float | None = None,
@@ -231,44 +254,49 @@ class RunQueue:
         body: dict[str, Any] = {"items": [_item(ref, positions)], "below": True}
         if producer:
             body["producer"] = _producer(producer)
-        until = None if timeout is None else time.monotonic() + timeout
+        until = _until(timeout)
         while True:
             if abort_when is not None and abort_when():
                 raise AbortedError("abort_when became true while the put waited at the gate", op="put", subject=ref.sample_id)
             wait = _slice(until, min(poll, SLICE_SECONDS) if abort_when is not None else SLICE_SECONDS)
             answer = self._t.call("POST", f"{self._run}/commit", body | {"wait_seconds": wait}, wait=wait)
-            if not answer.get("paused"):
-                result = answer["results"][0]
-                if result.get("error"):
-                    raise from_problem(result["error"])
-                return str(result["status"])
+            if not understood("put", ref.sample_id, lambda: flag(fields(answer).get("paused", False))):  # noqa: B023  it is called here
+                (result,) = self._committed(answer, 1)
+                if isinstance(result, SluiceError):
+                    raise result
+                return result
             if until is not None and time.monotonic() >= until:
                 raise WaitTimeoutError(f"the gate did not open within {timeout} s", op="put", subject=ref.sample_id)
 
-    def report(self, producer: tuple[str, int], state: str, cause: str = "") -> None:
+    def report(self, producer: tuple[str, int], state: str, cause: str | BaseException = "", *, cancel: Cancel | None = None) -> None:
         """A named producer says that it is "running", "done" or "failed" (with a cause that consumers get behind the drain)."""
         body: dict[str, Any] = {"producer": _producer(producer), "state": state}
         if cause:
-            body["cause"] = cause[:4096]
-        self._t.call("POST", f"{self._run}/report", body)
+            body["cause"] = _said(cause)
+        self._t.call("POST", f"{self._run}/report", body, cancel=cancel)
 
     def taken(self, source: str) -> dict[int, list[tuple[int, int]]]:
         """Which positions of a source were committed: by epoch, ranges from the first index to behind the last."""
-        answer = self._t.call("GET", f"{self._run}/positions?source={quote(source, safe='')}")
-        return {int(t["epoch"]): [(int(a), int(b)) for a, b in t["ranges"]] for t in answer["taken"] or []}
+        try:
+            asked = quote(source, safe="")
+        except (TypeError, ValueError) as e:
+            raise InvalidError(f"is {source!r:.200}, want a string of valid UTF-8", op="taken", subject="source") from e
+        answer = self._t.call("GET", f"{self._run}/positions?source={asked}")
+        return understood("taken", self.run_id, lambda: {count(t["epoch"]): [(count(a), count(b)) for a, b in items(t["ranges"])] for t in items(fields(answer)["taken"])})
 
     # -- consumers -----------------------------------------------------------------------------------------------------
 
     def acquire(
-        self, consumer: Consumer, *, max: int = 1, timeout: float = 0.0, ahead: bool = False, cancel: Cancel | None = None, patience: float | None = None, request_id: str = "",
+        self, consumer: Consumer, *, max: int = 1, timeout: float | None = 0.0, ahead: bool = False, cancel: Cancel | None = None, patience: float | None = None, request_id: str = "",
     ) -> Delivery:
-        """Lease up to ``max`` samples, waiting up to ``timeout`` seconds for the first. ``ahead`` says that they are not needed yet, so that the run does not count as starving.
+        """Lease up to ``max`` samples, waiting up to ``timeout`` seconds for the first; None waits as long as the run lives.
+        ``ahead`` says that they are not needed yet, so that the run does not count as starving.
 
         A caller who gives a ``request_id`` asks again under it when his call was cancelled, and gets the leases of an answer that was lost; his call waits for SLICE_SECONDS at most.
 
         Raises StaleError when a newer incarnation has taken over, WedgedError when nothing can move, and UnavailableError.
         """
-        until = time.monotonic() + timeout
+        until = _until(timeout)
         while True:
             wait = _slice(until, SLICE_SECONDS)
             body: dict[str, Any] = {"consumer": consumer.wire(), "max": min(max, MAX_BATCH), "wait_seconds": wait, "request_id": request_id or new_id()}
@@ -277,34 +305,43 @@ class RunQueue:
             sent = time.monotonic()
             try:
                 answer = self._t.call("POST", f"{self._run}/acquire", body, wait=wait, cancel=cancel, patience=patience)
-            except (Cancelled, KeyboardInterrupt):
+                delivery = self._delivery(consumer, answer, sent)
+            except SluiceError:
+                raise
+            except BaseException:  # it was cancelled, or the caller's own, such as ^C
                 if not request_id:
                     self._hand_back(consumer, body)
                 raise
-            # Counted from when the call began: however long its answer took, no lease is thought to live when it does not.
-            delivery = self._delivery(consumer, answer, sent + float(answer.get("waited_seconds", 0)))
-            if delivery.leases or delivery.end or request_id or time.monotonic() >= until:
+            if delivery.leases or delivery.end or request_id or until is not None and time.monotonic() >= until:
                 return delivery
 
-    def _delivery(self, consumer: Consumer, answer: Mapping[str, Any], given: float) -> Delivery:
+    def _delivery(self, consumer: Consumer, answer: Any, sent: float) -> Delivery:
+        return understood("acquire", self.run_id, lambda: self._leased(consumer, fields(answer), sent))
+
+    def _leased(self, consumer: Consumer, answer: Mapping[str, Any], sent: float) -> Delivery:
+        # Counted from when the call began: however long its answer took, no lease is thought to live when it does not.
+        given = sent + seconds(answer.get("waited_seconds", 0))
         leases = []
-        for lease in answer["leases"] or []:
+        for lease in items(answer["leases"]):
             w = lease.get("window")
-            slot = WindowSlot(w["number"], w["rank"], w["slot"], bool(w.get("pad")), w.get("tokens", 0), w.get("supervised_tokens", 0)) if w else None
+            slot = WindowSlot(
+                count(w["number"]), count(w["rank"]), count(w["slot"]), flag(w.get("pad", False)), count(w.get("tokens", 0)), count(w.get("supervised_tokens", 0))
+            ) if w else None
             leases.append(Lease(
-                SampleRef.from_wire(lease["ref"]), given + float(lease["time_left_seconds"]), self.visibility_timeout, int(lease.get("redelivery", 0)), int(lease["id"], 16), slot, consumer,
+                SampleRef.from_wire(lease["ref"]), given + seconds(lease["time_left_seconds"]), self.visibility_timeout, count(lease.get("redelivery", 0)), lease_id(lease["id"]), slot, consumer,
             ))
         cause = answer.get("cause")
-        return Delivery(tuple(leases), bool(answer["end"]), from_problem(cause) if cause else None)
+        return Delivery(tuple(leases), flag(answer["end"]), from_problem(dict(fields(cause))) if cause else None)
 
     def _hand_back(self, consumer: Consumer, body: dict[str, Any]) -> None:
         """Return what an acquire was given whose answer was not waited for: asking again with the same id tells what that was."""
         try:
-            answer = self._t.call("POST", f"{self._run}/acquire", body | {"wait_seconds": 0}, patience=1.0)
-            if answer["leases"]:
-                self.settle(consumer, [Settlement(int(lease["id"], 16), "return") for lease in answer["leases"]])
-        except SluiceError:
-            pass  # they return when they run out, or with the session
+            delivery = self._delivery(consumer, self._t.give_back("POST", f"{self._run}/acquire", body | {"wait_seconds": 0}), time.monotonic())
+            if delivery.leases:
+                back = [{"lease": lease.wire_id, "verdict": "return"} for lease in delivery.leases]
+                self._t.give_back("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": back, "request_id": new_id()})
+        except SluiceError as e:
+            log.debug("run %s: what a broken acquire was given returns when it runs out, or with the session: %s", self.run_id, e)
 
     def settle(self, consumer: Consumer, settlements: Sequence[Settlement], *, cancel: Cancel | None = None, patience: float | None = None) -> list[SettleResult]:
         """Ack, fail or return leases, with one call for all. A stale lease changes nothing and says so."""
@@ -312,24 +349,28 @@ class RunQueue:
         for part in _chunks(settlements):
             asked = [{"lease": f"{s.lease_id:032x}", "verdict": s.verdict} | ({"reason": s.reason} if s.reason else {}) for s in part]
             answer = self._t.call("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": asked, "request_id": new_id()}, cancel=cancel, patience=patience)
-            if len(answer["results"]) != len(part):
-                raise self._miscounted("settle")
-            results += map(_result, answer["results"])
+            results += self._counted(self._results("settle", answer), len(part), "settle")
         return results
 
     def ack(self, consumer: Consumer, *leases: Lease) -> list[SettleResult]:
+        """:meth:`settle` leases as trained on, which frees their samples. :func:`raise_stale` makes an error of those that were too late."""
         return self.settle(consumer, [Settlement(lease.lease_id, "ack") for lease in leases])
 
     def renew(self, consumer: Consumer, leases: Sequence[Lease] | None = None, *, cancel: Cancel | None = None, patience: float | None = None) -> list[SettleResult]:
         """Give leases their full time again; all that the consumer holds if None."""
         body: dict[str, Any] = {"consumer": consumer.wire()}
         if leases is None:
-            return [_result(r) for r in self._t.call("POST", f"{self._run}/renew", body, cancel=cancel, patience=patience)["results"] or []]
+            return self._results("renew", self._t.call("POST", f"{self._run}/renew", body, cancel=cancel, patience=patience))
         results: list[SettleResult] = []
         for part in _chunks(leases):
             answer = self._t.call("POST", f"{self._run}/renew", body | {"leases": [lease.wire_id for lease in part]}, cancel=cancel, patience=patience)
-            results += map(_result, answer["results"])
+            results += self._counted(self._results("renew", answer), len(part), "renew")
         return results
+
+    def _results(self, op: str, answer: Any) -> list[SettleResult]:
+        return understood(op, self.run_id, lambda: [
+            SettleResult(lease_id(r["lease"]), text(r["status"]), text(r.get("as", "")), flag(r.get("dead", False))) for r in items(fields(answer)["results"])
+        ])
 
     def leave(self, consumer: Consumer, *, patience: float | None = None) -> None:
         """End a consumer: its leases return to the head."""
@@ -339,18 +380,24 @@ class RunQueue:
 
     def status(self) -> dict[str, Any]:
         """The run's counters, holders and who waits for whom, as ``sluice status --json`` has them."""
-        answer: dict[str, Any] = self._t.call("GET", f"{self._run}/status")
-        return answer
+        answer = self._t.call("GET", f"{self._run}/status")
+        return understood("status", self.run_id, lambda: dict(fields(answer)))
 
     def pending_count(self) -> int:
-        return int(self.status()["pending"])
+        """Samples that wait to be acquired."""
+        status = self.status()
+        return understood("status", self.run_id, lambda: count(status["pending"]))
 
     def outstanding_count(self) -> int:
-        return int(self.status()["outstanding"])
+        """Samples that are leased and not settled."""
+        status = self.status()
+        return understood("status", self.run_id, lambda: count(status["outstanding"]))
 
     @property
     def is_closed(self) -> bool:
-        return bool(self.status()["closed"])
+        """Whether puts have ended. It asks the service."""
+        status = self.status()
+        return understood("status", self.run_id, lambda: flag(status["closed"]))
 
     def close(self, cause: str | BaseException | None = None) -> None:
         """End the puts, for everybody. What is pending drains; a cause reaches the consumers behind it."""
@@ -358,14 +405,16 @@ class RunQueue:
 
     def reclaim_expired(self) -> int:
         """Take back what has run out. It happens by itself; this says how many it were now."""
-        return int(self._t.call("POST", f"{self._run}/reclaim")["reclaimed"])
+        answer = self._t.call("POST", f"{self._run}/reclaim")
+        return understood("reclaim", self.run_id, lambda: count(fields(answer)["reclaimed"]))
 
     def dead_letters(self) -> list[DeadLetter]:
         """What was given up, oldest first."""
         answer = self._t.call("GET", f"{self._run}/dead-letters")
-        return [
-            DeadLetter(SampleRef.from_wire(d["ref"]), str(d["since"]), int(d["fails"]), int(d["expiries"]), tuple(d["reasons"] or ()), bool(d["freed"])) for d in answer["dead_letters"] or []
-        ]
+        return understood("dead letters", self.run_id, lambda: [
+            DeadLetter(SampleRef.from_wire(d["ref"]), text(d["since"]), count(d["fails"]), count(d["expiries"]), tuple(map(text, items(d["reasons"]))), flag(d["freed"]))
+            for d in items(fields(answer)["dead_letters"])
+        ])
 
     def requeue(self, *sample_ids: str) -> int:
         """Try dead letters again, with fresh budgets. Returns how many were found."""
@@ -376,10 +425,18 @@ class RunQueue:
         return self._for_dead("drop", sample_ids)
 
     def _for_dead(self, what: str, sample_ids: Sequence[str]) -> int:
-        return sum(int(self._t.call("POST", f"{self._run}/dead-letters/{what}", {"sample_ids": list(part)})["found"]) for part in _chunks(sample_ids))
+        found = 0
+        for part in _chunks(sample_ids):
+            answer = self._t.call("POST", f"{self._run}/dead-letters/{what}", {"sample_ids": list(part)})
+            found += understood(what, self.run_id, lambda: count(fields(answer)["found"]))  # noqa: B023  it is called here
+        return found
 
-    def _miscounted(self, op: str) -> CorruptError:
-        return CorruptError("the service answered with a wrong number of results", op=op, subject=self.run_id, hint="do client and service have the same version?")
+    def _counted(self, results: list[T], want: int, op: str) -> list[T]:
+        if len(results) != want:
+            raise CorruptError(
+                f"the service answered with {len(results)} results, want {want}", op=op, subject=self.run_id, hint="do client and service have the same version?"
+            )
+        return results
 
 
 def stale(results: Iterable[SettleResult]) -> list[SettleResult]:
@@ -396,7 +453,17 @@ def raise_stale(results: Iterable[SettleResult], op: str) -> None:
 def _said(cause: str | BaseException) -> str:
     """A cause for the wire: never empty, or the end would look like the regular one."""
     text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else cause
-    return " ".join(text.split())[:1024] or "unknown"
+    plain = " ".join(text.split())[:1024].encode("utf-8", "replace").decode()  # names of files may hold what is no UTF-8
+    return plain or "unknown"
+
+
+def _until(timeout: float | None) -> float | None:
+    """When a wait ends, on the clock of time.monotonic."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or math.isnan(timeout):
+        raise InvalidError(f"is {timeout!r}, want a number of seconds or None", subject="timeout")
+    return time.monotonic() + timeout
 
 
 def _slice(until: float | None, most: float) -> float:
@@ -412,10 +479,6 @@ def _producer(p: tuple[str, int]) -> dict[str, Any]:
 def _item(ref: SampleRef, positions: Iterable[Position]) -> dict[str, Any]:
     where = [{"source": p.source, "epoch": p.epoch, "index": p.index} for p in positions]
     return {"ref": ref.wire(), "positions": where} if where else {"ref": ref.wire()}
-
-
-def _result(r: Mapping[str, Any]) -> SettleResult:
-    return SettleResult(int(r["lease"], 16), str(r["status"]), str(r.get("as", "")), bool(r.get("dead")))
 
 
 def _chunks(items: Sequence[Any]) -> Iterable[Sequence[Any]]:

@@ -7,6 +7,7 @@ ends with its last tensor, never before. Elsewhere the file comes over HTTP, by 
 from __future__ import annotations
 
 import abc
+import collections
 import ctypes
 import errno
 import fcntl
@@ -25,15 +26,18 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from . import checksum, tensorfile
-from .errors import ClosedError, CorruptError, DeniedError, DuplicateError, InvalidError, NoSpaceError, NotFoundError, SluiceError, UnavailableError
+from .answers import count, fields, run_path, text, understood
+from .errors import ClosedError, ConflictError, CorruptError, DeniedError, DuplicateError, InvalidError, NoSpaceError, NotFoundError, SluiceError, UnavailableError
 from .refs import FeatureAlgorithm, SampleRef
 from .tensorfile import Tensor
-from .transport import Lost, Transport, new_id, read_json
+from .transport import Cancel, Lost, Transport, new_id, read_json
 
 if TYPE_CHECKING:
-    import http.client
+    import socket
 
     import torch
+
+    from .queue import Reservation
 
 log = logging.getLogger("sluice")
 
@@ -42,7 +46,7 @@ REF_KEY = "sluice.ref"
 _HEAD_BYTES = 64 << 10  # of a file, fetched first: its header, and all of a small sample
 _LEAST_PART = 8 << 20  # bytes that are worth a connection of their own
 _READ_BYTES = 512 << 10  # are read, and then summed while the processor's cache has them
-_SEND_BYTES = 4 << 20  # a sendall: its timeout counts for the whole of it
+_SEND_BYTES = 256 << 10  # a sendall: its timeout counts for the whole of it, also on a slow line
 _STALL_SECONDS = 20.0
 _MAX_BATCH = 1024
 
@@ -115,42 +119,50 @@ class _Pin:
     mapped: bool = False
 
 
+_stores: weakref.WeakSet[RunStore] = weakref.WeakSet()
+
+
 class RunStore(FeatureStore):
     """The store of one run. Made by :class:`sluice.Run`; every method may be called from any thread."""
 
     def __init__(self, transport: Transport, run_id: str, info: Mapping[str, Any], spec: Mapping[str, Any], *, ranges: int = 4, http_only: bool = False) -> None:
         self._t = transport
-        self._run = f"/v1/runs/{quote(run_id, safe='')}"
+        self._run = run_path(run_id)
         self.run_id = run_id
-        self.store_uri = str(info["uri"])
+        self.store_uri = understood("run", run_id, lambda: text(fields(info)["uri"]))
         self._info = info
         self._spec = spec
         self._ranges = ranges
-        self._lock = threading.Lock()
-        self._pins: dict[int, _Pin] = {}
-        self._pid = os.getpid()
         self._closed = False
+        self._renew()
+        _stores.add(self)
         self._site: _Site | None = None
         why = "http_only is set"
         if not http_only:
-            self._site, why = _find_site(info)
+            self._site, why = understood("run", run_id, lambda: _find_site(info))
         if self._site is None:
             log.info("run %s: samples go over HTTP, since the service's files can't be mapped: %s", run_id, why)
         elif transport.address.scheme != "unix":
             # Only the unix socket tells the service whose file it is offered.
             self._site.stages = False
-        transport.on_return.append(_weakly(self))
+
+    def _renew(self) -> None:
+        """What belongs to one process. The child of a fork has none of its parent's pins."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pins: dict[int, _Pin] = {}
+        self._ended: collections.deque[int] = collections.deque()  # handle ids of mappings that have ended
 
     # -- put -----------------------------------------------------------------------------------------------------------
 
     def put(
         self, sample_id: str, tensors: Mapping[str, Tensor], run_id: str | None = None, algorithm: FeatureAlgorithm | str | None = None, schema_version: int | None = None,
-        target_model_version: str = "0", draft_weight_version: str = "0", num_tokens: int | None = None, *, attributes: Mapping[str, str] | None = None, reservation: str | None = None,
+        target_model_version: str = "0", draft_weight_version: str = "0", num_tokens: int | None = None, *, attributes: Mapping[str, str] | None = None, reservation: Reservation | str | None = None,
     ) -> SampleRef:
         """Copy tensors (torch on any device, or numpy; also non-contiguous) into the store, written once.
 
         What is left out is the run's own: run_id, algorithm and schema_version. ``num_tokens`` is the sum of attention_mask, or of loss_mask where there is none.
-        ``attributes`` are those that the run's schema wants. ``reservation`` is the id of one from :meth:`sluice.RunQueue.reserve`; without it the put goes by the caps.
+        ``attributes`` are those that the run's schema wants. ``reservation`` is one from :meth:`sluice.RunQueue.reserve`, or its id; without it the put goes by the caps.
 
         Raises InvalidError, DuplicateError, FullError, NoSpaceError, SchemaError, ClosedError, UnavailableError.
         """
@@ -167,10 +179,11 @@ class RunStore(FeatureStore):
             generation=new_id(), attributes=dict(attributes or {}),
         )
         header, views = tensorfile.encode(tensors, {REF_KEY: ref.to_json().decode()})
+        room = None if reservation is None else reservation if isinstance(reservation, str) else reservation.id
         if self._site is not None and self._site.stages:
-            self._stage(ref, header, views, reservation)
+            self._stage(ref, header, views, room)
         else:
-            self._upload(ref, header, views, reservation)
+            self._upload(ref, header, views, room)
         return ref
 
     def _fields(self, ref: SampleRef) -> dict[str, Any]:
@@ -190,12 +203,22 @@ class RunStore(FeatureStore):
             try:
                 self._t.call("POST", f"{self._run}/stage", body)
             except (DuplicateError, NotFoundError, InvalidError) as e:
-                # A refusal of a repeated call may be the echo of a success.
-                if e.__dict__.get("attempts", 1) < 2 or not self._t.exists(self._path(ref)):
+                if e.__dict__.get("attempts", 1) < 2 or not self._was_put(ref):
                     raise
-        except BaseException:
+        except SluiceError:
             _remove(path)
             raise
+        except BaseException:
+            _remove(path)
+            self._take_back(ref)  # the caller was interrupted: nothing of it stays
+            raise
+
+    def _was_put(self, ref: SampleRef) -> bool:
+        """Whether the refusal of a repeated put is the echo of a success."""
+        try:
+            return self._t.head(self._path(ref)) // 100 == 2
+        except SluiceError:
+            return False  # then the error that is known stands
 
     def _upload(self, ref: SampleRef, header: bytes, views: Sequence[memoryview], reservation: str | None) -> None:
         path = f"{self._run}/samples/{quote(ref.sample_id, safe='')}"
@@ -206,11 +229,10 @@ class RunStore(FeatureStore):
         request = new_id()
         made = 0
 
-        def send(connection: http.client.HTTPConnection) -> None:
-            connection.sock.sendall(header)
-            for view in views:
+        def send(s: socket.socket) -> None:
+            for view in (memoryview(header), *views):
                 for at in range(0, view.nbytes, _SEND_BYTES):
-                    connection.sock.sendall(view[at:at + _SEND_BYTES])
+                    s.sendall(view[at:at + _SEND_BYTES])
 
         def once() -> None:
             nonlocal made
@@ -221,7 +243,7 @@ class RunStore(FeatureStore):
         try:
             self._t.repeat(once)
         except (DuplicateError, NotFoundError, InvalidError):
-            if made < 2 or not self._t.exists(self._path(ref)):
+            if made < 2 or not self._was_put(ref):
                 raise
         except SluiceError:
             raise
@@ -231,9 +253,11 @@ class RunStore(FeatureStore):
 
     def _take_back(self, ref: SampleRef) -> None:
         try:
-            self._t.call("POST", f"{self._run}/abort", {"ref": ref.wire()}, patience=1.0)
+            self._t.give_back("POST", f"{self._run}/abort", {"ref": ref.wire()})
+        except (NotFoundError, ConflictError, ClosedError):
+            pass  # it had not come so far, or it went with the session
         except SluiceError as e:
-            log.warning("run %s: can't take back the upload of %s, which ends with its reservation: %s", self.run_id, ref.sample_id, e)
+            log.warning("run %s: can't take back the put of %s, which ends with its reservation: %s", self.run_id, ref.sample_id, e)
 
     def _path(self, ref: SampleRef, what: str = "") -> str:
         return f"{self._run}/samples/{quote(ref.sample_id, safe='')}{what}?generation={quote(ref.generation, safe='')}"
@@ -250,39 +274,53 @@ class RunStore(FeatureStore):
         if ref.store_uri != self.store_uri:
             raise NotFoundError(f"is in the store {ref.store_uri}, this is {self.store_uri}", op="get", subject=ref.sample_id)
         pin_id = new_id()
+        handle = StoreHandle(self, ref.sample_id, ref)
         mapped = self._site is not None
+        pinned = False
         try:
             granted = self._t.call("POST", f"{self._run}/pins", {"ref": ref.wire(), "map": mapped, "handle": pin_id})
+            pinned = True
             memory = self._map(ref, granted) if mapped else self._fetch(ref, granted, pin_id)
             tensors = self._check(ref, memory)
+            if device is not None:
+                tensors = _to_device(tensors, device)
+            pin = _Pin(handle, pin_id, None, mapped=mapped)
+            with self._lock:
+                self._pins[handle.handle_id] = pin
+                if self._pin_again not in self._t.on_return:
+                    self._t.on_return.append(self._pin_again)  # which also keeps the store while it has pins
+            if mapped:
+                self._t.work_later()
+                later, ended, flush, number = self._t._later, self._ended, self._flush, handle.handle_id
+
+                def end(_: object) -> None:  # in a finalizer: it takes no lock
+                    ended.append(number)
+                    later.put(flush)
+
+                pin.memory = weakref.ref(memory, end)
         except BaseException as e:
-            self._undo(pin_id)
+            with self._lock:
+                if handle.handle_id in self._pins:
+                    self._forget(handle.handle_id)
+            if pinned or not isinstance(e, SluiceError) or isinstance(e, UnavailableError):
+                self._undo(pin_id)  # otherwise the service has refused it
             if mapped and isinstance(e, (CorruptError, NotFoundError)) and not self._still_there(ref):
                 raise NotFoundError("was freed while it was opened", op="get", subject=ref.sample_id) from e
             raise
-        if device is not None:
-            tensors = _to_device(tensors, device)
-        handle = StoreHandle(self, ref.sample_id, ref)
-        pin = _Pin(handle, pin_id, None, mapped=mapped)
-        with self._lock:
-            self._pins[handle.handle_id] = pin
-        if mapped:
-            self._t.work_later()
-            later, end = self._t._later, self._unmapped
-            pin.memory = weakref.ref(memory, lambda _: later.put(lambda: end(handle.handle_id)))
         return tensors, handle
 
     def _map(self, ref: SampleRef, granted: Mapping[str, Any]) -> mmap.mmap:
         assert self._site is not None
-        name, size = str(granted["file"]), int(granted["size"])
-        if name != os.path.basename(name) or name in ("", ".", ".."):
+        name, size = understood("get", ref.sample_id, lambda: (text(fields(granted)["file"]), count(granted["size"])))
+        if name != os.path.basename(name) or name in ("", ".", "..") or not name.isprintable():
             raise CorruptError("the service gave no bare file name", op="get", subject=ref.sample_id)
+        self._fits(ref, size)
         try:
             fd = os.open(os.path.join(self._site.dir, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             raise NotFoundError("its file is gone", op="get", subject=ref.sample_id) from None
         except OSError as e:
-            raise DeniedError(f"its file can't be opened: {e.strerror}", op="get", subject=ref.sample_id) from e
+            raise _unopened(e)(f"its file can't be opened: {e.strerror}", op="get", subject=ref.sample_id) from e
         try:
             # The lock comes before the mapping: a file that a reader has locked is never written again. The mapping keeps a copy of the descriptor, and so the lock.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -292,9 +330,15 @@ class RunStore(FeatureStore):
         except BlockingIOError:
             raise UnavailableError("another process holds an exclusive lock on its file", op="get", subject=ref.sample_id) from None
         except OSError as e:
-            raise UnavailableError(f"its file can't be mapped: {e.strerror}", op="get", subject=ref.sample_id) from e
+            raise (NoSpaceError if e.errno == errno.ENOMEM else UnavailableError)(f"its file can't be mapped: {e.strerror}", op="get", subject=ref.sample_id) from e
         finally:
             os.close(fd)
+
+    def _fits(self, ref: SampleRef, size: int) -> None:
+        """Hold the size that the service gives against the ref, before memory is taken for it."""
+        data = 8 + sum(spec.nbytes for spec in ref.feature_specs.values())
+        if not data <= size <= data + tensorfile.MAX_HEADER:
+            raise CorruptError(f"its file has {size} bytes, want {data} and a header of {tensorfile.MAX_HEADER} at most", op="get", subject=ref.sample_id)
 
     def _check(self, ref: SampleRef, memory: mmap.mmap) -> dict[str, Tensor]:
         header = tensorfile.parse_header(memory, len(memory))
@@ -314,25 +358,31 @@ class RunStore(FeatureStore):
 
     def _still_there(self, ref: SampleRef) -> bool:
         try:
-            return self._t.exists(self._path(ref))
+            return self._t.head(self._path(ref)) != 404
         except SluiceError:
             return True  # then the error that is known stands
 
     def _undo(self, pin_id: str) -> None:
         """Take back the pin of a get that failed, which is no release: it must not free a sample that nobody claims yet."""
         try:
-            self._t.call("POST", f"{self._run}/release", {"handles": [pin_id], "undo": True}, patience=1.0)
+            self._t.give_back("POST", f"{self._run}/release", {"handles": [pin_id], "undo": True})
+        except UnavailableError:
+            self._t.owe(lambda: self._undo(pin_id))
         except SluiceError as e:
             log.debug("run %s: a pin was not taken back, and ends with the session: %s", self.run_id, e)
 
     def _fetch(self, ref: SampleRef, granted: Mapping[str, Any], pin_id: str) -> mmap.mmap:
-        size = int(granted["size"])
-        if size < 8:
-            raise CorruptError(f"its file has {size} bytes", op="get", subject=ref.sample_id)
-        memory = mmap.mmap(-1, size)  # pages of our own, aligned
+        size = understood("get", ref.sample_id, lambda: count(fields(granted)["size"]))
+        self._fits(ref, size)
+        try:
+            # Pages of our own, aligned; private, so that not even the child of a fork sees what is written to them.
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise NoSpaceError(f"there is no memory for its {size} bytes: {e.strerror}", op="get", subject=ref.sample_id) from e
         again = {"ref": ref.wire(), "map": False, "handle": pin_id}
-        fetch = _Fetch(self._t, self._path(ref), ref.sample_id, memory, size, lambda: self._t.call("POST", f"{self._run}/pins", again))
-        fetch.run(self._ranges, lambda: self._t.call("GET", self._path(ref, "/checksums") + "&kind=crc32")["checksums"])
+        cancel = Cancel()
+        fetch = _Fetch(self._t, self._path(ref), ref.sample_id, memory, size, lambda: self._t.call("POST", f"{self._run}/pins", again, cancel=cancel), cancel)
+        fetch.run(self._ranges, lambda: self._t.call("GET", self._path(ref, "/checksums") + "&kind=crc32", cancel=cancel))
         return memory
 
     # -- release -------------------------------------------------------------------------------------------------------
@@ -342,7 +392,12 @@ class RunStore(FeatureStore):
         self.release_many([handle])
 
     def release_many(self, handles: Sequence[StoreHandle]) -> None:
-        """Give up several pins, with one call for all."""
+        """Give up several pins, with one call for all.
+
+        Raises UnavailableError when the service does not answer; then it is made up for when it does again.
+        """
+        if self._t.closed or self._pid != os.getpid():
+            return  # they went with the session; in the child of a fork they are the parent's
         gone: list[str] = []
         kept: list[str] = []
         with self._lock:
@@ -356,75 +411,101 @@ class RunStore(FeatureStore):
                     kept.append(pin.id)
                 else:
                     pin.mapped = False
-                    del self._pins[handle.handle_id]
+                    self._forget(handle.handle_id)
                     gone.append(pin.id)
-        if self._t.closed or self._pid != os.getpid():
-            return  # they went with the session; in the child of a fork they are the parent's
+        for at in range(0, max(len(gone), len(kept)), _MAX_BATCH):
+            self._give_back(gone[at:at + _MAX_BATCH], kept[at:at + _MAX_BATCH])
+
+    def _forget(self, handle_id: int) -> None:
+        """Called with the lock."""
+        del self._pins[handle_id]
+        if not self._pins and self._pin_again in self._t.on_return:
+            self._t.on_return.remove(self._pin_again)
+
+    def _give_back(self, gone: list[str], kept: list[str], behind: bool = False) -> None:
+        """Tell the service of pins that are given up, and of those that are but for their mappings. ``behind`` says that nobody waits for it."""
+        call = self._t.give_back if behind else self._t.call
         for ids, keep in ((gone, False), (kept, True)):
-            for at in range(0, len(ids), _MAX_BATCH):
-                self._give_back(ids[at:at + _MAX_BATCH], keep)
+            if not ids:
+                continue
+            try:
+                call("POST", f"{self._run}/release", {"handles": ids, "keep": True} if keep else {"handles": ids})
+            except (ClosedError, NotFoundError):
+                pass  # the session has ended, or the run, and the pins with it
+            except UnavailableError:
+                self._t.owe(lambda: self._give_back(gone, kept, behind=True))  # when it is there again; twice does no harm
+                if behind:
+                    return
+                raise
 
     def kept(self) -> list[SampleRef]:
         """The samples that were released here while tensors of them were referenced, which they still are: their bytes count until those are gone."""
         with self._lock:
             return [pin.handle.ref for pin in self._pins.values() if not pin.held and pin.mapped]
 
-    def _give_back(self, ids: list[str], keep: bool) -> None:
-        try:
-            self._t.call("POST", f"{self._run}/release", {"handles": ids, "keep": True} if keep else {"handles": ids})
-        except ClosedError:
-            pass  # the session has ended, and the pins with it
-        except UnavailableError:
-            self._t.soon(lambda: self._give_back(ids, keep))  # when it is there again
-            raise
-
-    def _unmapped(self, handle_id: int) -> None:
-        """A mapping has ended. Runs in the transport's thread."""
+    def _flush(self) -> None:
+        """Mappings have ended. Runs in the transport's thread, and takes all that have by then."""
+        gone: list[str] = []
         with self._lock:
-            pin = self._pins.get(handle_id)
-            if pin is None:
-                return
-            pin.mapped, pin.memory = False, None
-            if pin.held:
-                return  # its release says it
-            del self._pins[handle_id]
+            while self._ended:
+                number = self._ended.popleft()
+                pin = self._pins.get(number)
+                if pin is None:
+                    continue
+                pin.mapped, pin.memory = False, None
+                if not pin.held:  # otherwise its release says it
+                    self._forget(number)
+                    gone.append(pin.id)
         if self._pid == os.getpid() and not self._t.closed:
-            self._give_back([pin.id], False)
+            for at in range(0, len(gone), _MAX_BATCH):
+                self._give_back(gone[at:at + _MAX_BATCH], [], behind=True)
 
     def _pin_again(self) -> None:
         """A service that was started anew knows nothing of the pins of this process: what is held or mapped here is to count there."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             pins = [p for p in self._pins.values() if p.held or p.mapped]
         for pin in pins:
             try:
-                self._t.call("POST", f"{self._run}/pins", {"ref": pin.handle.ref.wire(), "map": self._site is not None, "handle": pin.id}, patience=1.0)
+                self._t.give_back("POST", f"{self._run}/pins", {"ref": pin.handle.ref.wire(), "map": self._site is not None, "handle": pin.id})
                 if not pin.held:
-                    self._give_back([pin.id], pin.mapped)
+                    self._give_back([] if pin.mapped else [pin.id], [pin.id] if pin.mapped else [], behind=True)
             except NotFoundError:
                 pass  # it was acked meanwhile
+            except ClosedError:
+                return
+            except UnavailableError as e:
+                log.warning("run %s: the service is away again, and pins are taken again when it is back: %s", self.run_id, e)
+                self._t.owe(self._pin_again)
+                return
             except SluiceError as e:
                 log.warning("run %s: can't take the pin of %s again, whose bytes count no longer: %s", self.run_id, pin.handle.sample_id, e)
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
-    def abort(self, ref: SampleRef) -> None:
-        """Free a sample that was never enqueued, without reading it. ConflictError if it was."""
+    def abort(self, ref: SampleRef, *, promptly: bool = False) -> None:
+        """Free a sample that was never enqueued, without reading it. ConflictError if it was. ``promptly`` takes 5 s at most, however patient the client is."""
         self._enter("abort")
         if ref.store_uri == self.store_uri:
-            self._t.call("POST", f"{self._run}/abort", {"ref": ref.wire()})
+            (self._t.give_back if promptly else self._t.call)("POST", f"{self._run}/abort", {"ref": ref.wire()})
 
     def gc(self) -> int:
         self._enter("gc")
-        return int(self._t.call("POST", f"{self._run}/gc")["freed"])
+        """Free what nobody owns: files of dead writers, samples of dead sessions that were never enqueued. Returns how many."""
+        answer = self._t.call("POST", f"{self._run}/gc")
+        return understood("gc", self.run_id, lambda: count(fields(answer)["freed"]))
 
     def counters(self) -> dict[str, Any]:
         """The service's counters of the store: resident, reserved, dead, staging and pool bytes and samples, and the caps with both watermarks."""
         self._enter("health")
-        answer: dict[str, Any] = self._t.call("GET", f"{self._run}/health")
-        return answer
+        answer = self._t.call("GET", f"{self._run}/health")
+        return understood("health", self.run_id, lambda: dict(fields(answer)))
 
     def health(self) -> StoreHealth:
-        return health_of(self.counters())
+        """Counters; it waits for no put and no get. Raises ClosedError, UnavailableError."""
+        counters = self.counters()
+        return understood("health", self.run_id, lambda: health_of(counters))
 
     def close(self) -> None:
         """Refuse later calls. Samples stay, and so do pins, until they are released or the client is closed."""
@@ -433,9 +514,6 @@ class RunStore(FeatureStore):
     def _enter(self, op: str) -> None:
         if self._closed:
             raise ClosedError("the store is closed", op=op, subject=self.store_uri)
-        if self._pid != os.getpid():
-            # The child of a fork has none of the pins.
-            self._pid, self._pins, self._lock = os.getpid(), {}, threading.Lock()
 
 
 def health_of(counters: Mapping[str, Any]) -> StoreHealth:
@@ -447,15 +525,12 @@ def health_of(counters: Mapping[str, Any]) -> StoreHealth:
     return StoreHealth(used["bytes"], int(caps.get("max_bytes", 0)), used["samples"], any(high), all(low))
 
 
-def _weakly(store: RunStore) -> Any:
-    """The store's work after the service came back, without keeping the store alive."""
-    target = weakref.ref(store)
+def _after_fork() -> None:
+    for store in list(_stores):
+        store._renew()  # without its lock, which a thread may hold that is not here
 
-    def again() -> None:
-        if (s := target()) is not None and s._pid == os.getpid():
-            s._pin_again()
 
-    return again
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _algorithm(name: FeatureAlgorithm | str) -> FeatureAlgorithm | str:
@@ -547,8 +622,15 @@ def _write_file(path: str, header: bytes, views: Sequence[memoryview]) -> None:
         finally:
             os.close(fd)
     except OSError as e:
-        kind = NoSpaceError if e.errno in (errno.ENOSPC, errno.EDQUOT) else DeniedError
+        kind = NoSpaceError if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM) else _unopened(e)
         raise kind(f"the sample can't be written: {e.strerror}", op="put", subject=os.path.dirname(path)) from e
+
+
+def _unopened(e: OSError) -> type[SluiceError]:
+    """What a file that can't be opened means: no permission, no file or folder (the run is gone), or a passing want, as of descriptors."""
+    if isinstance(e, PermissionError) or e.errno in (errno.EROFS, errno.ELOOP):
+        return DeniedError
+    return NotFoundError if isinstance(e, (FileNotFoundError, NotADirectoryError)) else UnavailableError
 
 
 def _remove(path: str) -> None:
@@ -566,13 +648,13 @@ def _remove(path: str) -> None:
 class _Fetch:
     """One download, by several connections into one buffer, each going on where it broke. What comes is summed as it comes, while the processor's cache has it."""
 
-    def __init__(self, transport: Transport, path: str, sample_id: str, memory: mmap.mmap, size: int, repin: Callable[[], Any]) -> None:
-        self._t, self._path, self._sample, self._size, self._repin = transport, path, sample_id, size, repin
+    def __init__(self, transport: Transport, path: str, sample_id: str, memory: mmap.mmap, size: int, repin: Callable[[], Any], cancel: Cancel) -> None:
+        self._t, self._path, self._sample, self._size, self._repin, self._cancel = transport, path, sample_id, size, repin, cancel
         self._view = memoryview(memory)
         self._header: tensorfile.Header | None = None
         self._summed: list[tuple[str, int, int, int]] = []  # feature, where the piece begins in the file, its length, its crc32; appended by all threads
 
-    def run(self, ranges: int, checksums: Callable[[], Mapping[str, str]]) -> None:
+    def run(self, ranges: int, checksums: Callable[[], Any]) -> None:
         try:
             head = min(self._size, _HEAD_BYTES)
             self._part(0, head)
@@ -583,11 +665,18 @@ class _Fetch:
             self._header = tensorfile.parse_header(self._view, self._size)
             self._sum(0, head)
             parts = self._split(head, ranges)
+            if not parts:
+                self._compare(checksums())
+                return
             with ThreadPoolExecutor(max_workers=len(parts) + 1, thread_name_prefix="sluice-fetch") as pool:
-                sums = pool.submit(checksums)
-                for job in [pool.submit(self._part, begin, end) for begin, end in parts]:
-                    job.result()
-                self._compare(sums.result())
+                try:
+                    sums = pool.submit(checksums)
+                    for job in [pool.submit(self._part, begin, end) for begin, end in parts]:
+                        job.result()
+                    self._compare(sums.result())
+                except BaseException:
+                    self._cancel.cancel()  # the other parts, which the end of the block waits for
+                    raise
         finally:
             self._view.release()
 
@@ -606,8 +695,9 @@ class _Fetch:
             if a < b:
                 self._summed.append((name, a, b - a, zlib.crc32(self._view[a:b])))
 
-    def _compare(self, want: Mapping[str, str]) -> None:
+    def _compare(self, answer: Any) -> None:
         assert self._header is not None
+        want = understood("get", self._sample, lambda: fields(fields(answer)["checksums"]))
         got = dict.fromkeys(self._header.entries, 0)
         for name, _, length, crc in sorted(self._summed, key=lambda s: s[1]):
             got[name] = checksum.combine(got[name], crc, length)
@@ -631,7 +721,7 @@ class _Fetch:
                 self._repin()  # a service that was restarted has lost the pin
             tried = True
             headers = {"Range": f"bytes={at}-{end - 1}"}
-            with self._t.exchange("GET", self._path, request, headers, None, timeout=_STALL_SECONDS) as response:
+            with self._t.exchange("GET", self._path, request, headers, None, timeout=_STALL_SECONDS, streams=True, cancel=self._cancel) as response:
                 if response.status != 206:
                     read_json(response)
                     raise CorruptError(f"the service answered a range with the status {response.status}", op="get", subject=self._sample)
@@ -645,4 +735,4 @@ class _Fetch:
                     self._sum(at, at + n)
                     at += n
 
-        self._t.repeat(once, moved=moved)
+        self._t.repeat(once, moved=moved, cancel=self._cancel)

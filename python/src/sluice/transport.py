@@ -18,7 +18,6 @@ import socket
 import ssl
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,14 +38,13 @@ _GIVE_BACK_SECONDS = 5.0
 _MAX_ANSWER = 256 << 20
 _MAX_IDLE = 64
 _AWAY = (429, 502, 503, 504)  # statuses of one that can't answer now
-_PIECE = 4 << 20  # bytes a sendall: its timeout counts for the whole of them
 
 T = TypeVar("T")
 
 
 def new_id() -> str:
     """A fresh request, session or handle id: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 class Lost(Exception):
@@ -62,8 +60,8 @@ class Cancel:
     """Ends the calls that were given it, from another thread, at once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._lock = threading.RLock()  # a signal handler may cancel what its own thread is in
+        self._waiting: set[socket.socket | threading.Event] = set()
         self._event = threading.Event()
 
     @property
@@ -73,48 +71,63 @@ class Cancel:
     def cancel(self) -> None:
         with self._lock:
             self._event.set()
-            for s in self._sockets:
-                _shut(s)
+            for w in self._waiting:
+                _wake(w)
 
     def wait(self, seconds: float) -> bool:
         return self._event.wait(seconds)
 
-    def _add(self, s: socket.socket) -> None:
+    def _add(self, w: socket.socket | threading.Event) -> None:
         with self._lock:
+            self._waiting.add(w)
             if self._event.is_set():
-                _shut(s)
-            self._sockets.add(s)
+                _wake(w)
 
-    def _remove(self, s: socket.socket) -> None:
+    def _remove(self, w: socket.socket | threading.Event) -> None:
         with self._lock:
-            self._sockets.discard(s)
+            self._waiting.discard(w)
 
 
 class Cancelled(Exception):
     """A call was ended by its :class:`Cancel`; what became of it is not known."""
 
 
-def _shut(s: socket.socket) -> None:
+def _wake(w: socket.socket | threading.Event) -> None:
+    if isinstance(w, threading.Event):
+        w.set()
+        return
     try:
-        s.shutdown(socket.SHUT_RDWR)  # not close: another thread is in it
+        w.shutdown(socket.SHUT_RDWR)  # not close: another thread is in it
     except OSError:
-        pass  # it is not connected any more, which is what was wanted
+        pass  # it is not connected any more, which is what was wanted, or not yet, which whoever connects it finds out
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
+class _Socket(socket.socket):
+    """A socket whose answer has come by ``until``, however it trickles. None: each read has the time that was set."""
 
-    def connect(self) -> None:
-        s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            s.settimeout(self.timeout)
-            s.connect(self._path)
-        except BaseException:
-            s.close()
-            raise
-        self.sock = s
+    until: float | None = None
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        _hurry(self)
+        return super().recv_into(*args, **kwargs)
+
+
+class _TLSSocket(ssl.SSLSocket):
+    """The same over TLS."""
+
+    until: float | None = None
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        _hurry(self)
+        return super().recv_into(*args, **kwargs)
+
+
+def _hurry(s: _Socket | _TLSSocket) -> None:
+    if s.until is not None:
+        left = s.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer took too long")
+        s.settimeout(left)
 
 
 _alive: weakref.WeakSet[Transport] = weakref.WeakSet()
@@ -124,8 +137,8 @@ class Transport:
     """One session of one process with a service. All methods may be called from any thread."""
 
     def __init__(self, address: Address, *, patience: float = 120.0) -> None:
-        if not patience > 0:
-            raise InvalidError(f"is {patience!r} seconds, want more than 0", op="client", subject="patience")
+        if isinstance(patience, bool) or not isinstance(patience, (int, float)) or not patience > 0:
+            raise InvalidError(f"is {patience!r}, want a number of seconds above 0", op="client", subject="patience")
         self.address = address
         self.patience = patience
         self._tls: ssl.SSLContext | None = None
@@ -134,6 +147,7 @@ class Transport:
                 self._tls = ssl.create_default_context(cafile=address.ca_file or None)
             except (OSError, ssl.SSLError) as e:
                 raise InvalidError(f"{address.ca_file} holds no certificate that can be read: {e}", op="client", subject="ca_file") from e
+            self._tls.sslsocket_class = _TLSSocket
         if address.in_clear:
             log.warning("the token crosses the network unencrypted to %s", address.name)
         self.closed = False
@@ -146,42 +160,56 @@ class Transport:
         self.pid = os.getpid()
         self.session = new_id()
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Socket | _TLSSocket] = []
         self._end = Cancel()
         self._holder: threading.Thread | None = None
         self._held = threading.Event()
         self._later: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
+        self._owed: list[Callable[[], None]] = []
+        a = self.address
+        host = f"[{a.host}]" if ":" in a.host else a.host
+        # What every request says.
+        self._head = f" HTTP/1.1\r\nHost: {host}{f':{a.port}' if a.port else ''}\r\nSluice-Session: {self.session}\r\nUser-Agent: sluice-python\r\n"
+        if a.token:
+            self._head += f"Authorization: Bearer {a.token}\r\n"
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def call(
-        self, method: str, path: str, body: Any = None, *, wait: float = 0.0, patience: float | None = None, cancel: Cancel | None = None, headers: dict[str, str] | None = None,
+        self, method: str, path: str, body: Any = None, *, wait: float = 0.0, patience: float | None = None, cancel: Cancel | None = None, within: float | None = None,
     ) -> Any:
-        """Make a call and repeat it while its answers are lost. Returns the answer's JSON. ``wait`` is what the body asks the service to wait for, in seconds."""
-        return self.attempts(method, path, body, wait=wait, patience=patience, cancel=cancel, headers=headers)[0]
+        """Make a call and repeat it while its answers are lost. Returns the answer's JSON. ``wait`` is what the body asks the service to wait for, and ``within`` bounds all, in seconds.
 
-    def attempts(
-        self, method: str, path: str, body: Any = None, *, wait: float = 0.0, patience: float | None = None, cancel: Cancel | None = None, headers: dict[str, str] | None = None,
-    ) -> tuple[Any, int]:
-        """As :meth:`call`, and tells how many attempts it took. After the first, a refusal may be the echo of a success: the error then has an attribute ``attempts``."""
+        After the first attempt, a refusal may be the echo of a success: the error has an attribute ``attempts``.
+        """
         data = None if body is None else encode(body)
         request = new_id()
         made = 0
+        until = None if within is None else time.monotonic() + within
 
         def once() -> Any:
             nonlocal made
             made += 1
+            timeout = wait + ANSWER_SECONDS
+            if until is not None:
+                timeout = max(0.01, min(timeout, until - time.monotonic()))
             try:
-                return self._attempt(method, path, data, request, wait + ANSWER_SECONDS, cancel, headers)
+                return self._attempt(method, path, data, request, timeout, cancel)
             except SluiceError as e:
                 e.__dict__["attempts"] = made
                 raise
 
-        return self.repeat(once, patience=patience, cancel=cancel), made
+        return self.repeat(once, patience=patience, cancel=cancel, until=until)
 
-    def repeat(self, once: Callable[[], T], *, patience: float | None = None, cancel: Cancel | None = None, moved: Callable[[], bool] | None = None) -> T:
-        """Run ``once`` until it does not end as :class:`Lost`. ``moved`` says whether the last attempt came further, which starts patience anew."""
+    def give_back(self, method: str, path: str, body: Any) -> Any:
+        """A call for somebody who has been interrupted, or whom nobody waits for: it takes 5 s at most."""
+        return self.call(method, path, body, patience=1.0, within=_GIVE_BACK_SECONDS)
+
+    def repeat(
+        self, once: Callable[[], T], *, patience: float | None = None, cancel: Cancel | None = None, until: float | None = None, moved: Callable[[], bool] | None = None,
+    ) -> T:
+        """Run ``once`` until it does not end as :class:`Lost`. ``moved`` says whether the last attempt came further, which starts patience anew; ``until`` ends it all."""
         self.enter()
         limit = self.patience if patience is None else patience
         since = 0.0
@@ -191,20 +219,32 @@ class Transport:
                 return once()
             except Lost as lost:
                 now = time.monotonic()
-                if cancel is not None and cancel.cancelled:
-                    raise Cancelled from None
                 if self.closed or self._end.cancelled:
                     raise self.closed_error() from None
+                if cancel is not None and cancel.cancelled:
+                    raise Cancelled from None
                 if since == 0.0 or moved is not None and moved():
                     since, pause = now, 0.0
                 if lost.at_once:
                     continue
-                if now - since >= limit:
+                if now - since >= limit or until is not None and now >= until:
                     raise self._unavailable(lost, now - since) from lost.why
             pause = min(max(2 * pause, 0.02), 2.0)
-            short = pause * random.uniform(0.5, 1.0)  # so that the clients of a service that comes back do not all come at once
-            if (cancel or self._end).wait(short):
-                continue
+            self._pause(pause * random.uniform(0.5, 1.0), cancel)  # so that the clients of a service that comes back do not all come at once
+
+    def _pause(self, seconds: float, cancel: Cancel | None) -> None:
+        if cancel is None:
+            self._end.wait(seconds)
+            return
+        either = threading.Event()
+        ends = (cancel, self._end)
+        try:
+            for c in ends:
+                c._add(either)
+            either.wait(seconds)
+        finally:
+            for c in ends:
+                c._remove(either)
 
     def enter(self) -> None:
         """Refuse calls of a closed transport, and see to the session."""
@@ -222,114 +262,147 @@ class Transport:
         why = lost.why.detail if isinstance(lost.why, SluiceError) else str(lost.why) or type(lost.why).__name__
         return UnavailableError(f"{detail}: {why}", op="client", subject=self.address.name)
 
-    def _attempt(
-        self, method: str, path: str, data: bytes | None, request: str, timeout: float, cancel: Cancel | None = None, headers: dict[str, str] | None = None,
-    ) -> Any:
-        send = dict(headers or {})
-        if data is not None:
-            send["Content-Type"] = "application/json"
-        with self.exchange(method, path, request, send, data, timeout=timeout, cancel=cancel) as response:
+    def _attempt(self, method: str, path: str, data: bytes | None, request: str, timeout: float, cancel: Cancel | None = None, last: bool = False) -> Any:
+        with self.exchange(method, path, request, {} if data is None else _JSON, data, timeout=timeout, cancel=cancel, last=last) as response:
             return read_json(response)
 
-    def exists(self, path: str) -> bool:
-        """Whether a HEAD finds something, also something that the service can't hand out, such as a corrupt file."""
+    def head(self, path: str) -> int:
+        """The status that a HEAD is answered with."""
 
-        def once() -> bool:
+        def once() -> int:
             with self.exchange("HEAD", path, new_id(), {}, None, timeout=ANSWER_SECONDS) as response:
                 response.read()
                 if response.status in _AWAY:
                     raise Lost(_no_service(response, "no problem document"))
-                return response.status != 404
+                return response.status
 
         return self.repeat(once)
 
     @contextmanager
     def exchange(
         self, method: str, path: str, request: str, headers: dict[str, str], data: bytes | None, *, timeout: float, cancel: Cancel | None = None,
-        upload: Callable[[http.client.HTTPConnection], None] | None = None,
+        upload: Callable[[socket.socket], None] | None = None, streams: bool = False, last: bool = False,
     ) -> Iterator[http.client.HTTPResponse]:
-        """One attempt: sends the request and gives the response, whose connection is kept if it was read to its end. What breaks on the way is :class:`Lost`."""
-        connection, kept = self._connection(timeout)
+        """One attempt: sends the request and gives the response, whose connection is kept if it was read to its end. What breaks on the way is :class:`Lost`.
+
+        ``timeout`` in seconds is that of the whole answer, or with ``streams`` of each part of it. ``last`` is for the call that ends the session: all others end with it.
+        """
+        head = f"{method} {self.address.prefix}{path}{self._head}Sluice-Request: {request}\r\n" + "".join(f"{k}: {v}\r\n" for k, v in headers.items())
+        if upload is None and method in ("POST", "PUT"):
+            head += f"Content-Length: {len(data or b'')}\r\n"
+        message = (head + "\r\n").encode("ascii") + (data or b"")
+        ends = [c for c in (cancel, None if last else self._end) if c is not None]
+        s, kept = self._connection(timeout, ends)
         response: http.client.HTTPResponse | None = None
-        refused: OSError | None = None
+        whole = False
         try:
-            with self._watched(connection, cancel), self._watched(connection, self._end):
+            refused: OSError | None = None
+            try:
                 try:
-                    connection.putrequest(method, self.address.prefix + path, skip_accept_encoding=True)
-                    for name, value in (self._headers(request) | headers).items():
-                        connection.putheader(name, value)
-                    if upload is None and method in ("POST", "PUT"):
-                        connection.putheader("Content-Length", str(len(data or b"")))
-                    connection.endheaders(data)
+                    s.sendall(message)
                     if upload is not None:
-                        try:
-                            upload(connection)
-                        except OSError as e:
-                            refused = e  # a service that refuses may answer before it has seen all
-                    response = connection.getresponse()
-                except (OSError, http.client.HTTPException) as e:
-                    # A kept connection may have been closed by the other side while nobody used it: then nobody is spared by waiting.
-                    raise Lost(refused or e, at_once=kept and refused is None and isinstance(e, (BrokenPipeError, ConnectionResetError))) from e
-                try:
-                    yield response
-                except SluiceError:
-                    raise
-                except (OSError, http.client.HTTPException) as e:
-                    raise Lost(e) from e
+                        upload(s)
+                except ConnectionError as e:
+                    refused = e  # a service that refuses may answer before it has seen all
+                s.until = None if streams else time.monotonic() + timeout
+                response = http.client.HTTPResponse(s, method=method)
+                response.begin()
+            except (OSError, http.client.HTTPException) as e:
+                # A kept connection may have been closed by the other side while nobody used it: then nobody is spared by waiting.
+                why = refused or e
+                raise Lost(why, at_once=kept and isinstance(why, (BrokenPipeError, ConnectionResetError))) from e
+            try:
+                yield response
+            except SluiceError:
+                whole = refused is None
+                raise
+            except (OSError, http.client.HTTPException) as e:
+                raise Lost(e) from e
+            whole = refused is None
         finally:
-            if response is not None and response.isclosed() and refused is None:
-                self._keep(connection)
+            for c in ends:
+                c._remove(s)
+            whole = whole and response is not None and response.isclosed() and not response.will_close and not any(c.cancelled for c in ends)
+            if response is not None:
+                response.close()
+            if whole:
+                self._keep(s)
             else:
-                connection.close()
+                s.close()
 
-    def _headers(self, request: str) -> dict[str, str]:
-        headers = {"Sluice-Session": self.session, "Sluice-Request": request, "User-Agent": "sluice-python"}
-        if self.address.token:
-            headers["Authorization"] = f"Bearer {self.address.token}"
-        return headers
-
-    @contextmanager
-    def _watched(self, connection: http.client.HTTPConnection, cancel: Cancel | None) -> Iterator[None]:
-        if cancel is None:
-            yield
-            return
-        s = connection.sock
-        cancel._add(s)
-        try:
-            yield
-        finally:
-            cancel._remove(s)
-
-    def _connection(self, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
+    def _connection(self, timeout: float, ends: list[Cancel]) -> tuple[_Socket | _TLSSocket, bool]:
+        """A connection, and whether it is a kept one. It is with ``ends``."""
         with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        if connection is not None and connection.sock is not None:
-            connection.sock.settimeout(timeout)
-            return connection, True
+            kept = self._idle.pop() if self._idle else None
+        if kept is not None:
+            kept.settimeout(timeout)
+            for c in ends:
+                c._add(kept)
+            return kept, True
         a = self.address
-        if a.scheme == "unix":
-            connection = _UnixConnection(a.socket, _CONNECT_SECONDS)
-        elif a.scheme == "https":
-            connection = http.client.HTTPSConnection(a.host, a.port, timeout=_CONNECT_SECONDS, context=self._tls)
-        else:
-            connection = http.client.HTTPConnection(a.host, a.port, timeout=_CONNECT_SECONDS)
         try:
-            connection.connect()
-        except ssl.SSLCertVerificationError as e:
-            connection.close()
-            raise UnavailableError(f"its certificate is not trusted: {e.verify_message}", op="client", subject=a.name, hint="give ca_file, the service's tls-cert.pem") from e
+            if a.scheme == "unix":
+                where: list[Any] = [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", a.socket)]
+            else:
+                where = socket.getaddrinfo(a.host, a.port, type=socket.SOCK_STREAM)
         except OSError as e:
-            connection.close()
             raise Lost(e) from e
-        connection.sock.settimeout(timeout)
-        return connection, False
+        until = time.monotonic() + min(_CONNECT_SECONDS, timeout)
+        broken: BaseException = OSError("it has no address")
+        for family, kind, protocol, _, address in where:
+            s: _Socket | _TLSSocket = _Socket(family, kind, protocol)
+            try:
+                s = self._connect(s, address, until, ends)
+                s.settimeout(timeout)
+                return s, False
+            except BaseException as e:
+                for c in ends:
+                    c._remove(s)
+                s.close()
+                if isinstance(e, ssl.SSLCertVerificationError):
+                    raise UnavailableError(f"its certificate is not trusted: {e.verify_message}", op="client", subject=a.name, hint="give ca_file, the service's tls-cert.pem") from e
+                if not isinstance(e, OSError):
+                    raise
+                broken = e
+        raise Lost(broken) from broken
 
-    def _keep(self, connection: http.client.HTTPConnection) -> None:
+    def _connect(self, s: _Socket | _TLSSocket, address: Any, until: float, ends: list[Cancel]) -> _Socket | _TLSSocket:
+        for c in ends:
+            c._add(s)  # before it connects: that, too, ends at once
+        if any(c.cancelled for c in ends):
+            raise ConnectionAbortedError("the call was ended")
+        s.settimeout(max(0.01, until - time.monotonic()))
+        s.connect(address)
+        if s.family != socket.AF_UNIX:
+            s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            plain = s
+            s = self._tls.wrap_socket(plain, server_hostname=self.address.host, do_handshake_on_connect=False)  # type: ignore[assignment]  # of the context's class
+            try:
+                for c in ends:
+                    c._add(s)
+                    c._remove(plain)
+                s.until = until
+                s.settimeout(max(0.01, until - time.monotonic()))
+                s.do_handshake()  # type: ignore[union-attr]
+            except BaseException:
+                for c in ends:
+                    c._remove(s)
+                s.close()
+                raise
+        if any(c.cancelled for c in ends):
+            for c in ends:
+                c._remove(s)
+            s.close()
+            raise ConnectionAbortedError("the call was ended")
+        return s
+
+    def _keep(self, s: _Socket | _TLSSocket) -> None:
         with self._lock:
-            if not self.closed and connection.sock is not None and len(self._idle) < _MAX_IDLE:
-                self._idle.append(connection)
+            if not self.closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(s)
                 return
-        connection.close()
+        s.close()
 
     # -- the session ---------------------------------------------------------------------------------------------------
 
@@ -347,11 +420,10 @@ class Transport:
         pause, down, first = 0.0, False, True
         while not end.cancelled:
             try:
-                with self.exchange("GET", f"/v1/sessions/{session}", new_id(), {}, None, timeout=_SILENCE_SECONDS) as response:
+                with self.exchange("GET", f"/v1/sessions/{session}", new_id(), {}, None, timeout=_SILENCE_SECONDS, streams=True) as response:
                     if response.status != 200:
                         read_json(response)
                     held.set()
-                    pause = 0.0
                     if down:
                         log.info("the service at %s is back", self.address.name)
                         down = False
@@ -361,7 +433,8 @@ class Transport:
                             self.soon(again)
                     first = False
                     while response.read1(512):
-                        pass
+                        pause = 0.0
+                        self._pay()
                 why = "the service has ended it"
             except (Lost, SluiceError) as e:
                 why = str(e) or type(e).__name__
@@ -373,6 +446,19 @@ class Transport:
                 log.warning("the session's connection with %s is broken (%s); it will be made anew", self.address.name, why)
             pause = min(max(2 * pause, 0.02), 2.0)
             end.wait(pause * random.uniform(0.5, 1.0))
+
+    def owe(self, work: Callable[[], None]) -> None:
+        """Do work when the service has given its next sign of life, which is the time to make up for a call that did not get through. It may owe itself again."""
+        with self._lock:
+            self._owed.append(work)
+
+    def _pay(self) -> None:
+        if self._owed:
+            with self._lock:
+                owed, self._owed = self._owed, []
+            self.work_later()
+            for work in owed:
+                self.soon(work)
 
     def work_later(self) -> None:
         """Start the transport's own thread, which :meth:`soon` needs."""
@@ -397,39 +483,42 @@ class Transport:
             idle, self._idle = self._idle, []
         _alive.discard(self)
         mine = self.pid == os.getpid()
-        for c in idle:
-            c.close()
+        for s in idle:
+            s.close()
         if not mine:
             return  # the session is the parent's
         self._end.cancel()
         self._later.put(None)
-        if self._holder is not None:
-            self._holder.join(_GIVE_BACK_SECONDS)
-        if self._worker is not None and self._worker is not threading.current_thread():
-            self._worker.join(_GIVE_BACK_SECONDS)
-        self._end = Cancel()
+        until = time.monotonic() + _GIVE_BACK_SECONDS
+        for thread in (self._holder, self._worker):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        if self._holder is None:
+            return  # nothing was called: the service has never heard of the session
         try:
-            self._attempt("DELETE", f"/v1/sessions/{self.session}", None, new_id(), _GIVE_BACK_SECONDS)
+            self._attempt("DELETE", f"/v1/sessions/{self.session}", None, new_id(), max(0.1, until - time.monotonic()), last=True)
         except (Lost, SluiceError) as e:
             log.debug("the session at %s was not ended by a call, and ends by itself: %s", self.address.name, e)
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for c in idle:
-            c.close()
+
+
+_JSON = {"Content-Type": "application/json"}
 
 
 def _work(later: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (work := later.get()) is not None:
         try:
             work()
-        except ClosedError:
-            return
+        except ClosedError as e:
+            log.debug("nothing is left to do for %s", e)  # of a run or a loader, or of the client, which then ends this
         except Exception:
             log.exception("a call behind the program's back has failed")
 
 
 def encode(body: Any) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as e:  # a lone surrogate, too, is a ValueError
+        raise InvalidError(f"has no JSON form: {e}", op="client", subject="an argument of the call") from e
 
 
 def read_json(response: http.client.HTTPResponse) -> Any:
@@ -439,7 +528,9 @@ def read_json(response: http.client.HTTPResponse) -> Any:
         raise UnsupportedError(f"the answer is longer than {_MAX_ANSWER} bytes", op="client")
     if response.length:
         raise Lost(http.client.IncompleteRead(data, response.length))
-    kind = response.headers.get_content_type()
+    kind = response.headers["Content-Type"]
+    if kind != "application/json":
+        kind = response.headers.get_content_type()
     if response.status // 100 != 2:
         refuse(response, data, kind)
     if response.status == 204 or not data:
@@ -448,7 +539,7 @@ def read_json(response: http.client.HTTPResponse) -> Any:
         raise _no_service(response, f"the type {kind}")
     try:
         return json.loads(data)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise CorruptError("the answer can't be read", op="client") from e
 
 
@@ -457,7 +548,7 @@ def refuse(response: http.client.HTTPResponse, data: bytes, kind: str) -> None:
     if kind == "application/problem+json":
         try:
             problem = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             problem = None
         if isinstance(problem, dict) and problem.get("code"):
             error = from_problem(problem)
@@ -476,9 +567,11 @@ def _no_service(response: http.client.HTTPResponse, what: str) -> UnavailableErr
 
 def _after_fork() -> None:
     for transport in list(_alive):
-        for c in transport._idle:
-            if c.sock is not None:
-                c.sock.close()  # the child's copies; the parent's connections stand
+        # The child's copies of what its parent has open, the session's connection among them, would keep the parent alive for the service when it is dead. Their other threads are not here,
+        # so nobody uses them, and no lock is taken, which one of those may have held.
+        for s in [*transport._idle, *transport._end._waiting]:
+            if isinstance(s, socket.socket) and (fd := s.detach()) >= 0:
+                os.close(fd)
         transport._renew()
 
 
