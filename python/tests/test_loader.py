@@ -694,3 +694,23 @@ def test_a_step_reaches_every_loader_though_one_was_taken_over(run: sluice.Run) 
     next(new)
     run.step()
     assert run.status()["acked"] == 4
+
+
+def test_a_service_that_hangs_does_not_hang_the_figures(own_service: Service) -> None:
+    with sluice.connect(own_service.socket, run="r", create={"algorithm": "eagle3", "max_bytes": 1 << 26}) as run:
+        fill(run, 3, close=False)
+        loader = run.loader(batch=1, ack="step", prefetch=0)
+        next(loader)
+        assert run.stats()["pending"] == 2.0
+        assert own_service.process is not None
+        own_service.process.send_signal(signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            figures = run.stats()
+            assert time.monotonic() - begin < 6
+            assert (figures["service_up"], figures["pending"], figures["batches"]) == (0.0, 2.0, 1.0)
+            with pytest.raises(sluice.WaitTimeoutError, match="the service does not say why"):
+                loader.next(timeout=0.2)
+        finally:
+            own_service.process.send_signal(signal.SIGCONT)
+        assert loader.next(timeout=20) is not None
