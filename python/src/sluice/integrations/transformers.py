@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import dtypes
-from ..errors import InvalidError, NotFoundError, SchemaError, SluiceError, TargetFaultError, UnsupportedError, WedgedError
+from ..errors import FullError, InvalidError, SchemaError, SluiceError, TargetFaultError, UnsupportedError, WedgedError
 from ..producer import Producer
 from ..queue import MAX_BATCH, Position, Reservation
 from ..refs import FeatureAlgorithm, FeatureSpec, SampleRef
@@ -553,8 +553,8 @@ class TransformersProducer:
 
         try:
             ref = put(room)
-        except NotFoundError as e:
-            # The reservation is gone: its time was over, or the service was started anew. What was computed waits at the gate once more.
+        except FullError as e:
+            # The reservation is gone, since its time was over or the service was started anew, and its room was given to others. What was computed waits at the gate once more.
             log.info("producer %s: %s; the sample %s waits for room again", self._producer.name, e, a.sample_id)
             ref = put(None)
         return ref, time.monotonic() - start
