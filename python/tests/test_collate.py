@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import sluice.collate as collate_module
 from sluice import dtypes
 from sluice.collate import Batch, BatchSample, Collator, FinalNorm, Identity, Sample, collate
 from sluice.errors import CorruptError, InvalidError, SchemaError
@@ -454,6 +455,36 @@ def test_padding_fills_with_zeros_up_to_the_multiple() -> None:
     assert values(b.input_ids) == [2, 3, 0, 0, 0, 0, 0, 0, 5, 6, 0, 0, 0, 0, 0, 0, 8, 9, 10, 11, 0, 0, 0, 0]
     assert values(b.attention_mask) == [1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]
     assert [(s.row, s.column) for s in b.samples] == [(0, 0), (2, 0)] and not b.aliases
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_padding_is_zero_and_alike_whatever_the_memory_held(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(n: int) -> Sample:
+        arrays: dict[str, Any] = {
+            "aux_hidden_states": np.full((1, n, 6), n, np.float32), "input_ids": np.arange(1, n + 1, dtype=np.int64)[None], "attention_mask": np.ones((1, n), np.int64),
+            "loss_mask": np.ones((1, n), np.int64), "last_hidden_states": np.full((1, n, 2), n, np.float32),
+        }
+        tensors = arrays if framework == "numpy" else {name: torch.from_numpy(a) for name, a in arrays.items()}
+        return Sample(ref_of(tensors, EAGLE3, attributes={"shift": "0", "aux_layers": "hf:1,2,3", "last_norm": "post"}), tensors)
+
+    def both() -> Batch:
+        return collate(EAGLE3, [one(3), one(5)], pad_to_multiple=8)
+
+    plain = both()
+    fresh = collate_module._empty
+
+    def dirty(like: Any, shape: Sequence[int]) -> Any:
+        memory = fresh(like, shape)
+        memory[...] = 85
+        return memory
+
+    monkeypatch.setattr(collate_module, "_empty", dirty)
+    assert {name: raw(t) for name, t in both().items()} == {name: raw(t) for name, t in plain.items()}
+    monkeypatch.setattr(collate_module, "_HUGE_BYTES", 1)
+    huge = both()
+    assert {name: raw(t) for name, t in huge.items()} == {name: raw(t) for name, t in plain.items()}
+    assert [values(row)[3:] for row in plain["input_ids"]] == [[0, 0, 0, 0, 0], [5, 0, 0, 0, 0]]
+    assert all(t.dtype == plain[name].dtype for name, t in huge.items())
 
 
 def test_packing_restarts_positions_and_leaks_nothing() -> None:

@@ -21,9 +21,10 @@ or numpy's; a batch has what its samples have.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -836,6 +837,29 @@ def _ints_like(x: Ints, like: Tensor) -> Tensor:
     return out
 
 
+_HUGE_BYTES = 4 << 20  # what pays for a mapping of its own
+
+
+def _empty(like: Tensor, shape: Sequence[int]) -> Any:
+    """Return memory of the kind, type and device of another tensor, with whatever is in it.
+
+    Much memory comes in huge pages where there are some: to touch it for the first time by small ones takes twice as long as to fill it.
+    """
+    nbytes = math.prod(shape) * (like.itemsize if isinstance(like, np.ndarray) else like.element_size())
+    huge = nbytes >= _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE") and (isinstance(like, np.ndarray) or like.device.type == "cpu")
+    if huge:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without them: then by small ones
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    if isinstance(like, np.ndarray):
+        return np.frombuffer(memory, like.dtype).reshape(shape) if huge else np.empty(shape, like.dtype)
+    torch = dtypes.torch_module()
+    assert torch is not None
+    if huge:
+        return torch.frombuffer(memory, dtype=like.dtype).reshape(tuple(shape))
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+
 def _zeros(like: Tensor, shape: Sequence[int]) -> Any:
     """Return zeros of the kind, type and device of another tensor."""
     if isinstance(like, np.ndarray):
@@ -966,7 +990,7 @@ def _pad_feature(f: SchemaFeature, items: Sequence[_Item], cols: int) -> tuple[T
         shape[axis] = cols
     if not several and not moved and shape == list(first.shape):
         return first, True
-    out = _zeros(first, shape)
+    out = _empty(first, shape)
     row = 0
     for item in items:
         t = item.tensors[f.name]
@@ -980,7 +1004,9 @@ def _pad_feature(f: SchemaFeature, items: Sequence[_Item], cols: int) -> tuple[T
         else:
             have, left = int(t.shape[axis]), int(shifted)
             before: tuple[slice, ...] = (slice(None),) * axis
-            dst[before + (slice(0, max(have - left, 0)),)] = t[before + (slice(left, have),)]
+            end = max(have - left, 0)
+            dst[before + (slice(0, end),)] = t[before + (slice(left, have),)]
+            dst[before + (slice(end, None),)] = 0  # and nothing else: to zero all of it first takes longer than the copy
         if f.is_mask:
             _silence(dst, item.sample.pad, shifted, item.docs)
     return out, False
