@@ -128,13 +128,18 @@ def test_put_acquire_get_release_ack(store: LocalFeatureStore) -> None:
 
 def test_without_a_queue_the_last_release_frees(store: LocalFeatureStore) -> None:
     ref = put(store)
-    first, second = store.get(ref)[1], store.get(ref)[1]
+    first, (kept, second) = store.get(ref)[1], store.get(ref)
     assert first.handle_id != second.handle_id
     store.release(first)
     store.release(first)  # again: it is nobody else's
     assert resident(store) == 1
     store.release(second)
+    with pytest.raises(KeyError):
+        store.get(ref)
+    assert torch.equal(kept["logits"], tensors(0)["logits"]) and resident(store) == 1  # its bytes count until they are gone
+    del kept
     wait_until(lambda: resident(store) == 0, "the sample to be freed")
+    store.put("s0", tensors(), "r1")
 
 
 def test_a_put_copies_and_a_get_is_the_consumers_own(store: LocalFeatureStore) -> None:
@@ -242,7 +247,7 @@ def test_a_producer_hands_on_what_is_the_targets(store: LocalFeatureStore) -> No
     producer.set_vocab_mapping(torch.tensor([1]), torch.tensor([True]))
     assert target.vocabulary[0].tolist() == [1]
     ref = producer.produce(*prompt(1))
-    assert (ref.sample_id, ref.run_id, ref.target_model_version, ref.draft_weight_version, ref.num_tokens, ref.attributes["shift"]) == ("mine-0", "r1", "5", "6", 6, "1")
+    assert (ref.sample_id, ref.run_id, ref.target_model_version, ref.draft_weight_version, ref.num_tokens, ref.attributes["shift"]) == ("mine-1", "r1", "5", "6", 6, "1")
     producer.discard(ref)
     producer.discard(ref)  # it is gone, which is what was wanted
     assert resident(store) == 0
@@ -442,7 +447,7 @@ def test_the_sample_cap_pauses_a_pipeline_and_ends_none() -> None:  # [U11] [U14
     with AsyncFeaturePipeline(FeatureProducer(target, store, "r1"), queue, prompts(8)) as pipeline:
         wait_until(lambda: store._run.status()["producers_waiting"], "the producer to wait at the gate")
         assert target.calls <= 2  # it waits before the target runs
-        assert [use(store, queue)[-2:] for _ in range(8)] == [f"-{i}" for i in range(8)]
+        assert [use(store, queue)[-2:] for _ in range(8)] == [f"-{i}" for i in range(1, 9)]
         pipeline.join(PATIENCE)
     assert queue.acquire() is None and queue.is_closed
     store.close()
@@ -629,9 +634,10 @@ def test_a_producers_failure_is_raised_in_the_trainer_behind_the_drain(store: Lo
             seen.append(int(batch.aux_hidden_states[0, 0, 0]))
     assert seen == [0, 1, 2]
     assert raised.value.__cause__ is failure
-    for call in (pipeline.stop, pipeline.stop, pipeline.join):
+    pipeline.join(PATIENCE)
+    for _ in range(2):
         with pytest.raises(type(failure)):
-            call()
+            pipeline.stop()
     with pytest.raises(sluice.SluiceError, match=type(failure).__name__):
         queue.acquire()
 
@@ -680,7 +686,7 @@ def test_put_blocks_until_below_ends_with_abort_when_and_with_the_queue() -> Non
 
 def test_ids_are_unique_over_producers_and_restarts(store: LocalFeatureStore) -> None:  # [U24]
     refs = [FeatureProducer(Target(), store, "r1").produce(*prompt(i)) for i in range(3)]
-    assert len({r.sample_id for r in refs}) == 3 and all(r.sample_id.startswith("sample-r1-") and r.sample_id.endswith("-0") for r in refs)
+    assert len({r.sample_id for r in refs}) == 3 and all(r.sample_id.startswith("sample-r1-") and r.sample_id.endswith("-1") for r in refs)
 
 
 def test_marks_of_the_queue_take_the_place_of_the_stores(store: LocalFeatureStore) -> None:
@@ -785,8 +791,9 @@ def test_what_the_queue_refuses_is_taken_out_of_the_store(monkeypatch: pytest.Mo
         monkeypatch.setattr(queue, "put", refuse)
         pipeline = AsyncFeaturePipeline(FeatureProducer(Target(), store, "r1"), queue, prompts(2))
         pipeline.start()
+        pipeline.join(PATIENCE)
         with pytest.raises(OSError, match="no"):
-            pipeline.join(PATIENCE)
+            pipeline.stop()
         assert resident(store) == 0 and queue.is_closed
 
 
@@ -805,8 +812,9 @@ def test_prompts_that_are_none_are_refused(source: Any) -> None:
     with LocalStore() as store:
         pipeline = AsyncFeaturePipeline(FeatureProducer(Target(), store, "r1"), SampleRefQueue(store), iter(source))
         pipeline.start()
+        pipeline.join(PATIENCE)
         with pytest.raises(ValueError, match="prompt"):
-            pipeline.join(PATIENCE)
+            pipeline.stop()
 
 
 def test_swapped_packing_fields_are_caught() -> None:

@@ -28,7 +28,7 @@ GROUPS = {
     "Queue": ["RunQueue", "Consumer", "Lease", "WindowSlot", "Delivery", "Settlement", "SettleResult", "Reservation", "Position", "DeadLetter", "VisibilityTimeout"],
     "Refs": ["SampleRef", "FeatureSpec", "FeatureAlgorithm", "assert_no_tensors"],
     "The reference API": [
-        "LocalFeatureStore", "SharedDirFeatureStore", "SampleRefQueue", "FeatureProducer", "AsyncFeaturePipeline", "PromptSource", "FeatureDataLoader", "Eagle3TargetBatch",
+        "LocalFeatureStore", "SharedDirFeatureStore", "ServiceFeatureStore", "SampleRefQueue", "FeatureProducer", "AsyncFeaturePipeline", "PromptSource", "FeatureDataLoader", "Eagle3TargetBatch",
     ],
 }
 

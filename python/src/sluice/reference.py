@@ -596,7 +596,7 @@ class FeatureProducer:
     """Runs a target once a call, and puts its supervision into a store. One thread at a time drives it; many may share a store.
 
     ``target_backend`` has ``generate_batch(input_ids, attention_mask, loss_mask, ...)``, which returns an object with the fields of :class:`Eagle3TargetBatch`, or those of ``algorithm``'s schema.
-    ``algorithm`` is EAGLE-3 by default. ``sample_id_factory`` makes the ids; the default's are unique across processes and restarts, and hold the run id and the call's number.
+    ``algorithm`` is EAGLE-3 by default. ``sample_id_factory`` makes the id of the n-th call, from 1; the default's are unique across processes and restarts, and hold the run id and n.
     """
 
     def __init__(
@@ -651,8 +651,8 @@ class FeatureProducer:
         if self._algorithm is FeatureAlgorithm.EAGLE3:
             batches.check_names(tensors)
         mask = tensors.get("attention_mask", tensors.get("loss_mask"))
-        n, self._sample_seq = self._sample_seq, self._sample_seq + 1
-        sample_id, tokens = self._sample_id_factory(n), 0 if mask is None else int(mask.sum())
+        self._sample_seq += 1
+        sample_id, tokens = self._sample_id_factory(self._sample_seq), 0 if mask is None else int(mask.sum())
         more: dict[str, Any] = {}
         if isinstance(self._store, ServiceFeatureStore):
             more = {"attributes": attributes, "reservation": reservation}
@@ -746,9 +746,9 @@ class PromptSource(Protocol):
 class AsyncFeaturePipeline:
     """Runs a producer in a thread of its own, so that the target's forward and the draft's step overlap.
 
-    Single use: start, then stop or join. When the source ends, or the producer fails, the queue is closed, with the failure as its cause; consumers get that behind the drain, and :meth:`stop` and
-    :meth:`join` raise it. The thread waits for room before it runs the target. What was produced and not enqueued is taken out of the store again. Leases are the trainer's. A queue that somebody
-    else closes ends the pipeline, which is no failure.
+    Single use: start, then stop or join. When the source ends, or the producer fails, the queue is closed, with the failure as its cause; consumers get that behind the drain, and :meth:`stop`
+    raises it. The thread waits for room before it runs the target. What was produced and not enqueued is taken out of the store again. Leases are the trainer's. A queue that somebody else closes
+    ends the pipeline, which is no failure.
     """
 
     def __init__(
@@ -854,11 +854,9 @@ class AsyncFeaturePipeline:
             raise self._error
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait up to ``timeout`` seconds (None: as long as it takes) for the thread to end by itself. Raises what it failed with."""
+        """Wait up to ``timeout`` seconds (None: as long as it takes) for the thread to end by itself. It raises nothing: :meth:`stop` does."""
         if self._thread is not None:
             self._thread.join(timeout)
-        if self._error is not None:
-            raise self._error
 
     def __enter__(self) -> AsyncFeaturePipeline:
         self.start()
