@@ -263,6 +263,28 @@ def test_a_head_that_does_not_give_the_models_logits_is_found_at_the_constructio
     assert float(samples(run, 1)[0][1]["logits"].abs().max()) <= 1
 
 
+def test_capped_logits_are_found_in_half_precision_too(new_run: Callable[..., sluice.Run]) -> None:
+    class Capped(CausalLM):
+        """As Gemma 2 caps its logits."""
+
+        def forward(self, *args: Any, **more: Any) -> Any:
+            out = super().forward(*args, **more)
+            out.logits = 30 * torch.tanh(out.logits / 30)
+            return out
+
+    for model in (Capped(), CausalLM()):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(4)
+        model.to(torch.bfloat16)
+        logits = by_hand(model, rows(4)[0]).logits.abs().max()
+        assert 5 < float(logits) < 25
+        if isinstance(model, Capped):
+            with pytest.raises(sluice.UnsupportedError, match="does not give the model's logits"):
+                TransformersProducer(model, new_run())
+        else:
+            TransformersProducer(model, new_run())
+
+
 def test_a_structure_that_is_not_found_is_named_and_may_be_given(new_run: Callable[..., sluice.Run]) -> None:
     class Odd(CausalLM):
         def __init__(self) -> None:
