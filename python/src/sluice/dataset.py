@@ -28,8 +28,8 @@ class StreamDataset(_Base):
     own and is a consumer of its own, which owns nothing of its parent's leases. A worker acknowledges a batch when it makes the next one, which may be before the trainer has had it
     (``prefetch_factor``): what a trainer loses that way does not come again. So a loader's own prefetch, with no workers, is the better way.
 
-    Several workers share the stream as distinct consumers, each sample going to one of them. A run with windows is refused more than one: their batches would come in no order, and ranks would fall
-    out of step. So are "step" and "checkpoint" in a worker, which no step of the trainer reaches.
+    More than one worker is refused. A DataLoader asks its workers in turn, and one of them can't hear the end of the stream while another holds what may still fail: each would wait for the other.
+    So are "step" and "checkpoint" in a worker, which no step of the trainer reaches.
     """
 
     def __init__(self, run: Run, options: dict[str, Any]) -> None:
@@ -52,23 +52,20 @@ class StreamDataset(_Base):
         worker = torch.utils.data.get_worker_info()
         if worker is None and self._run is not None:
             return iter(self._run.loader(**self._options))
-        return self._elsewhere(0 if worker is None else worker.id, 1 if worker is None else worker.num_workers)
+        return self._elsewhere(1 if worker is None else worker.num_workers)
 
-    def _elsewhere(self, worker: int, workers: int) -> Iterator[Batch]:
+    def _elsewhere(self, workers: int) -> Iterator[Batch]:
         """In a process that has no session yet."""
-        options = dict(self._options)
+        options = self._options
+        if workers > 1:
+            raise InvalidError(
+                f"is {workers}, and workers that are asked in turn would wait for each other at the end of the stream", op="dataset", subject="num_workers",
+                hint="let it be 0 or 1; the loader fetches ahead by itself, prefetch= batches",
+            )
         if options.get("ack", "next") != "next":
             raise InvalidError(
                 f"is {options['ack']!r}, and no step of the trainer reaches a worker's process", op="dataset", subject="ack", hint='let num_workers be 0, or ack be "next"',
             )
-        if options.get("consumer") is not None and workers > 1:
-            options["consumer"] = f"{options['consumer']}-w{worker}"
         with Client._at(self._address, *self._connection) as client, client.run(self._run_id) as run:
-            if workers > 1 and run.spec.get("windows"):
-                raise InvalidError(
-                    f"is {workers}, but the run {self._run_id!r} deals out windows, and batches of several workers come in no order", op="dataset", subject="num_workers", hint="let it be 0 or 1",
-                )
-            if workers > 1 and options.get("members", 1) > 1:
-                raise InvalidError(f"is {workers}, and the members of a group must get the same batches in the same order", op="dataset", subject="num_workers", hint="let it be 0 or 1")
             with run.loader(**options) as loader:
                 yield from cast("Iterator[Batch]", loader)
