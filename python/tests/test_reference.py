@@ -665,6 +665,29 @@ def test_callbacks_may_call_the_queue_and_may_fail(caplog: pytest.LogCaptureFixt
     store.close()
 
 
+@pytest.mark.parametrize("how", ["acquire", "loader"])
+def test_a_program_of_one_thread_does_not_wait_for_itself(how: str) -> None:
+    with LocalStore(max_samples=2) as store:
+        queue = SampleRefQueue(store, on_pause=lambda h: pytest.fail("it waits"))
+        loader = FeatureDataLoader(queue, store)
+
+        def stream() -> list[str]:
+            got, kept = [], []
+            for i in range(5):
+                queue.put_blocks_until_below(put(store, i))
+                if how == "loader":
+                    kept = [next(loader)]
+                    got.append(f"s{int(kept[0].aux_hidden_states[0, 0, 0])}")
+                else:
+                    got.append(use(store, queue))
+            return got
+
+        waiting, out = thread(stream)
+        waiting.join(PATIENCE)
+        assert out == [[f"s{i}" for i in range(5)]]
+        loader.close()
+
+
 def test_put_blocks_until_below_ends_with_abort_when_and_with_the_queue() -> None:
     store = LocalFeatureStore(max_samples=2)
     queue = SampleRefQueue(store)

@@ -314,13 +314,16 @@ def _hysteresis(op: str, high: int | None, low: int | None) -> None:
 class _Mine(threading.local):
     """What a thread that acquires has of a queue. A thread is a consumer of its own: what it has leased another one waits for."""
 
-    pid = 0
-    consumer = Consumer("none")
-    more_may_come = False  # its last acquire got nothing, and that was not the end
+    def __init__(self) -> None:  # called in each thread
+        self.pid = 0
+        self.consumer = Consumer("none")
+        self.names: set[str] = set()  # of its consumers, loaders that it pulls among them
+        self.more_may_come = False  # its last acquire got nothing, and that was not the end
 
     def own(self) -> Consumer:
         if self.pid != os.getpid():  # also in the child of a fork
             self.pid, self.consumer, self.more_may_come = os.getpid(), Consumer(consumer_name("queue")), False
+            self.names = {self.consumer.name}
         return self.consumer
 
 
@@ -387,7 +390,8 @@ class SampleRefQueue:
         self._queue.put(_ref("put", ref))
 
     def put_blocks_until_below(self, ref: SampleRef, poll_interval: float = 0.05, abort_when: Callable[[], bool] | None = None) -> None:
-        """Enqueue a ref, waiting while the store is above its marks; never while consumers have nothing. ``abort_when`` is asked every ``poll_interval`` seconds.
+        """Enqueue a ref, waiting while the store is above its marks; never while consumers have nothing, nor where this thread is the only consumer. ``abort_when`` is asked every ``poll_interval``
+        seconds.
 
         RuntimeError if the queue is closed, or ``abort_when`` became true.
         """
@@ -398,9 +402,19 @@ class SampleRefQueue:
         try:
             self._queue.put_blocks_until_below(ref, timeout=0.0, abort_when=abort_when)
         except WaitTimeoutError:
+            if self._alone():
+                self._queue.put(ref)  # whoever could make room is in this call
+                return
             self._turn(True)
             self._queue.put_blocks_until_below(ref, abort_when=abort_when, poll=poll_interval)
         self._turn(False)
+
+    def _alone(self) -> bool:
+        """Whether all consumers are this thread's."""
+        consumers = {c["name"] for c in self._queue.status()["consumers"]}
+        if not consumers:
+            log.info("a put waits for the store to fall below its marks, and nobody consumes yet")
+        return bool(consumers) and consumers <= self._mine.names
 
     def _reserve(self, nbytes: int, abort_when: Callable[[], bool]) -> Reservation:
         """Wait at the gate for room, as a put would, before there is anything to put."""
@@ -966,6 +980,7 @@ class FeatureDataLoader:
 
     def __next__(self) -> Eagle3TargetBatch:
         self._release_pending()
+        self._queue._mine.names.add(self._consumer.name)
         try:
             while not self._closed:
                 lease, end = self._queue._deliver(self._consumer, self._poll)
