@@ -92,6 +92,94 @@ def test_torch_and_strided_tensors(run: sluice.Run) -> None:
     run.store.release(handle)
 
 
+FRAMEWORKS = ["numpy", "torch"]
+
+
+def _mapping_of(address: int) -> str:
+    """The file that is mapped where an address points to, and how."""
+    with open("/proc/self/maps") as f:
+        for line in f:
+            where, how, _, _, _, *name = line.split(maxsplit=5)
+            begin, end = (int(part, 16) for part in where.split("-"))
+            if begin <= address < end:
+                return f"{how} {name[0].strip() if name else ''}"
+    raise AssertionError("nothing is mapped there")
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.ctypes.data if isinstance(tensor, np.ndarray) else tensor.data_ptr())
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_on_the_services_host_tensors_lie_in_the_samples_own_file(client: sluice.Client, run_id: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if framework == "torch":
+        pytest.importorskip("torch")
+    else:
+        monkeypatch.setattr(sluice.dtypes, "torch_module", lambda: None)
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20)
+    ref = run.store.put("s", sample(300, 5), num_tokens=3)
+    got, handle = run.store.get(ref)
+    assert run.store._site is not None
+    for name, t in got.items():
+        assert isinstance(t, np.ndarray) is (framework == "numpy")
+        assert _mapping_of(_address(t)) == f"rw-p {os.path.join(os.path.realpath(run.store._site.dir), 's.safetensors')}", name
+    a_copy = np.array(got["input_ids"])
+    assert ".safetensors" not in _mapping_of(_address(a_copy))  # so the claim could fail
+    run.store.release(handle)
+
+
+def test_on_the_services_host_no_bytes_go_over_the_connection(client: sluice.Client, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20)
+    calls: list[tuple[str, str]] = []
+    real, staged = client._t.exchange, Path(run.store._info["staging_dir"])
+    written: list[int] = []
+
+    def exchange(method: str, path: str, *rest: Any, **more: Any) -> Any:
+        if path.endswith("/stage"):
+            written.extend(f.stat().st_size for f in staged.iterdir())
+        calls.append((method, path.partition("?")[0].rpartition("/")[2]))
+        return real(method, path, *rest, **more)
+
+    monkeypatch.setattr(client._t, "exchange", exchange)
+    ref = run.store.put("s", sample(300, 5), num_tokens=3)
+    _, handle = run.store.get(ref)
+    run.store.release(handle)
+    assert [c for c in calls if c[1] != "release"] == [("POST", "stage"), ("POST", "pins")]
+    assert len(written) == 1 and written[0] > ref.estimated_bytes  # the whole file, once, before the service is told of it
+
+
+NARROW = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", NARROW)
+def test_what_numpy_has_not_comes_back_with_its_bits(run: sluice.Run, run_id: str, name: str, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 and float8, of torch or of ml_dtypes, also where neighbours are not adjacent."""
+    schema = {"name": "narrow", "version": 1, "features": [SCHEMA["features"][0] | {"dtypes": NARROW}, SCHEMA["features"][1]]}
+    given: Any
+    bits = np.arange(2 * 6 * 8, dtype=np.uint16 if name == "bfloat16" else np.uint8).reshape(1, 12, 8)
+    try:
+        if framework == "torch":
+            torch = pytest.importorskip("torch")
+            of = sluice.dtypes.torch_dtype(name)
+            given = torch.from_numpy(bits.view(bits.dtype.str.replace("u", "i"))).view(of)[:, ::2, 1:]
+        else:
+            monkeypatch.setattr(sluice.dtypes, "torch_module", lambda: None)
+            given = bits.view(sluice.dtypes.numpy_dtype(name))[:, ::2, 1:]
+    except sluice.UnsupportedError as e:
+        pytest.skip(str(e))
+    with run.client.create_run(f"{run_id}-narrow", schema=schema, max_bytes=1 << 20) as narrow:
+        ref = narrow.store.put("s", {"hidden_states": given, "input_ids": np.arange(6)[None]}, num_tokens=6)
+        assert ref.feature_specs["hidden_states"].dtype_name == name
+        got, handle = narrow.store.get(ref)
+        t: Any = got["hidden_states"]
+        assert t.dtype == given.dtype and tuple(t.shape) == (1, 6, 7)
+        came = t if isinstance(t, np.ndarray) else t.view(sluice.dtypes.torch_module().int16 if name == "bfloat16" else sluice.dtypes.torch_module().int8).numpy()  # type: ignore[union-attr]
+        assert np.array_equal(came.view(bits.dtype), bits[:, ::2, 1:])
+        narrow.store.release(handle)
+    run.client.delete_run(f"{run_id}-narrow")
+
+
 def test_tensors_outlive_release_and_client(service: Service, run_id: str) -> None:
     with sluice.Client(service.socket) as c:
         run = c.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20)
