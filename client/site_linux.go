@@ -105,6 +105,24 @@ func (s *site) create(name string) (*os.File, error) {
 	return nil, &sluice.Error{Kind: kind, Op: "client: put", Subject: s.staging, Err: err}
 }
 
+// openSpare opens a file that the service has put into the staging directory to be written over; nil if somebody may still read it, as whose pin a restart has lost.
+func (s *site) openSpare(name string) (*os.File, error) {
+	fail := func(kind sluice.Kind, detail string, err error) error {
+		return &sluice.Error{Kind: kind, Op: "client: put", Subject: name, Detail: detail, Err: err}
+	}
+	if name != filepath.Base(name) || name == "." || name == ".." {
+		return nil, fail(sluice.Corrupt, "the service gave no bare file name", nil)
+	}
+	f, err := os.OpenFile(filepath.Join(s.staging, name), os.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, fail(sluice.Denied, "the file that the service has spared can't be opened", err)
+	}
+	if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+		return f, nil
+	}
+	return nil, errors.Join(f.Close(), s.remove(name))
+}
+
 // remove takes a file away that the service has not.
 func (s *site) remove(name string) error {
 	if err := os.Remove(filepath.Join(s.staging, name)); err != nil && !errors.Is(err, os.ErrNotExist) {

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/http"
 	"net/url"
+	"os"
 	"sync"
 	"time"
 
@@ -206,8 +207,7 @@ func (s *store) plan(sample *sluice.Sample) (sluice.Ref, *safetensors.Layout, er
 
 // stage writes the file where the service takes it from by its name. Once it is written, the call is as good as done and is not given up with ctx, so that it never ends undecided.
 func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.Layout, features []sluice.Feature, r sluice.Reservation) (err error) {
-	name := newID()
-	f, err := s.at.create(name)
+	f, name, err := s.stagingFile(ctx, layout.Size())
 	if err != nil {
 		return err
 	}
@@ -230,6 +230,27 @@ func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.L
 	defer cancel()
 	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: &wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
 	return s.echo(ctx, ref, attempts, err)
+}
+
+// spareFrom is the size from which it is worth a call to ask for a file whose pages are there.
+const spareFrom = 4 << 20
+
+// stagingFile opens a file to write a sample into: a freed one's that the service spares, which takes half the time to write, or a fresh one.
+func (s *store) stagingFile(ctx context.Context, size int64) (f *os.File, name string, err error) {
+	if size >= spareFrom {
+		var out wire.Spared
+		if err := s.c.call(ctx, call{method: http.MethodPost, path: s.path("/spare"), in: &wire.Spare{Bytes: size}, out: &out}); err != nil {
+			return nil, "", err
+		}
+		if out.File != "" {
+			if f, err = s.at.openSpare(out.File); f != nil || err != nil {
+				return f, out.File, err
+			}
+		}
+	}
+	name = newID()
+	f, err = s.at.create(name)
+	return f, name, err
 }
 
 // fieldsOf says which put it is, so that the service knows a repetition before it looks at the file. The file says the rest.

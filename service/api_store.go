@@ -33,6 +33,16 @@ func (s *Service) storeCalls(a *api) {
 			ref, err := s.takeStaged(ctx, c, in)
 			return &wire.Stored{Ref: ref}, err
 		})
+	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/spare", id: "spare", tag: "producers", summary: "Take a freed sample's file to write the next one over", roles: producers, hot: true,
+		text: "For producers on the same host, over the unix socket, that stage: a file whose pages are there is written nearly twice as fast as a fresh one. It lies in the staging directory, has the size that was asked for, and is the service's user's. " +
+			"Lock it with flock(LOCK_EX | LOCK_NB) before writing, and take a fresh one if that fails. What is not staged goes as other old files there do."},
+		func(ctx context.Context, c *call, in *wire.Spare) (*wire.Spared, error) {
+			if access.CallerOf(ctx).UID != os.Geteuid() {
+				return &wire.Spared{}, nil // who could not write to it
+			}
+			file, err := c.run.spare(ctx, in.Bytes)
+			return &wire.Spared{File: file}, err
+		})
 	whole := param{name: "generation", in: "query", text: "Of the ref.", required: true}
 	fileHeaders := []param{{name: "ETag", text: "The generation."}, {name: "Accept-Ranges", text: "bytes"}}
 	stream(a, operation{method: http.MethodGet, path: "/v1/runs/{run}/samples/{sample_id}", id: "read-sample", tag: "consumers", summary: "Read a sample's file, or ranges of it", roles: both, hot: true,

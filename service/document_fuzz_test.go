@@ -98,6 +98,7 @@ func newMill(t testing.TB, b *bed, seed uint64) *mill {
 		"commit": `{"items":[{"ref":` + m.ref + `,"positions":[{"source":"s","epoch":0,"index":1}]}]}`, "report": `{"producer":{"name":"p"},"state":"running"}`, "acquire": `{"consumer":{"name":"c"},"wait_seconds":0}`,
 		"settle": `{"consumer":{"name":"c"},"settlements":[{"lease":"` + lease + `","verdict":"ack"}]}`, "renew": `{"consumer":{"name":"c"},"leases":["` + lease + `"]}`, "leave": `{"consumer":{"name":"c"}}`,
 		"stage": `{"file":"f","sample_id":"s","fields":{"algorithm":"mine","num_tokens":2}}`, "pin": `{"ref":` + m.ref + `}`, "release": `{"handles":["` + lease + `"]}`, "abort": `{"ref":` + m.ref + `}`,
+		"spare":         `{"bytes":1000000}`,
 		"configure-run": `{"visibility_timeout_seconds":30,"high_watermark_bytes":700000}`,
 		"check-ref":     `{"ref":` + m.ref + `,"algorithm":"eagle3"}`, "requeue-dead-letters": `{"all":true}`, "drop-dead-letters": `{"all":true}`,
 	}

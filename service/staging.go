@@ -55,3 +55,18 @@ func (r *run) adopt(ctx context.Context, in *wire.Stage, uid int, room sluice.Re
 	defer func() { _ = dir.Close() }()
 	return r.store.Adopt(ctx, dir, in.File, uid, what, room)
 }
+
+// spare moves a file of the pool into the staging directory, and says its name; "" if there is none.
+func (r *run) spare(ctx context.Context, size int64) (string, error) {
+	dir, err := os.OpenRoot(r.s.root.stagingDir(r.id))
+	if err != nil {
+		return "", &sluice.Error{Kind: kindOfOS(err), Op: "spare", Subject: r.id, Detail: "the staging directory can't be opened", Err: err}
+	}
+	defer func() { _ = dir.Close() }()
+	name := sluice.NewGeneration()
+	ok, err := r.store.Spare(ctx, dir, name, size)
+	if !ok {
+		name = ""
+	}
+	return name, err
+}

@@ -214,6 +214,14 @@ func (b *Abort) Check() error {
 }
 
 // Check refuses what the fields may not hold.
+func (b *Spare) Check() error {
+	if b.Bytes < 1 || b.Bytes >= 1<<53 {
+		return bad("bytes", "is %d, want 1 or more, and less than 2^53", b.Bytes)
+	}
+	return nil
+}
+
+// Check refuses what the fields may not hold.
 func (b *SampleIDs) Check() error {
 	if b.All && len(b.SampleIDs) > 0 {
 		return bad("all", "is true beside %d sample_ids, want one of them", len(b.SampleIDs))

@@ -43,6 +43,16 @@ type Release struct {
 	Undo bool `json:"undo,omitempty" doc:"The pins go as if they had never been: that frees nothing."`
 }
 
+// Spare is the body of POST /v1/runs/{run}/spare.
+type Spare struct {
+	Bytes int64 `json:"bytes" minimum:"1" doc:"Size that the staged file will have."`
+}
+
+// Spared answers a [Spare].
+type Spared struct {
+	File string `json:"file,omitempty" doc:"Bare name in the staging directory; not there if there is none to be had, and a fresh file does as well."`
+}
+
 // Abort is the body of POST /v1/runs/{run}/abort.
 type Abort struct {
 	Ref sluice.Ref `json:"ref"`

@@ -443,3 +443,26 @@ def test_errors_can_be_sent_between_processes() -> None:
 
 def test_an_error_shows_nothing_that_disturbs_a_terminal() -> None:
     assert str(sluice.NotFoundError("gone\x1b[2J", subject="s\u202e\r")) == "s??: gone?[2J"
+
+
+def test_a_large_sample_is_written_over_a_freed_ones_file_and_never_over_one_that_is_mapped(client: sluice.Client, run_id: str) -> None:
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=256 << 20)
+
+    def large(value: int) -> dict[str, Any]:
+        return {"hidden_states": np.full((1, 1024, 1500), value, np.float32), "input_ids": np.full((1, 1024), value, np.int64)}
+
+    def cycle(i: int) -> Any:
+        ref = run.store.put(f"s{i}", large(i), num_tokens=1)
+        got, handle = run.store.get(ref)
+        assert same(got["hidden_states"], large(i)["hidden_states"])
+        run.store.release(handle)
+        return got
+
+    kept = cycle(100)
+    for i in range(4):
+        before = run.store.counters()["pool_bytes"]
+        cycle(i)
+        gc.collect()
+        until(lambda: run.store.counters()["pool_bytes"] > 0)
+        assert i == 0 or before == run.store.counters()["pool_bytes"]  # the same file, and no other
+    assert same(kept["hidden_states"], large(100)["hidden_states"])

@@ -34,6 +34,11 @@ func (s *Store) Adopt(context.Context, *os.Root, string, int, Incoming, sluice.R
 	return sluice.Ref{}, unsupported("adopt")
 }
 
+// Spare fails with ErrUnsupported.
+func (s *Store) Spare(context.Context, *os.Root, string, int64) (bool, error) {
+	return false, unsupported("spare")
+}
+
 // Lend fails with ErrUnsupported.
 func (s *Store) Lend(context.Context, sluice.Ref, bool) (*Loan, error) {
 	return nil, unsupported("lend")
