@@ -121,6 +121,12 @@ def remote(service: Service) -> Iterator[sluice.Client]:
         yield c
 
 
+@pytest.fixture
+def repeated() -> bool:
+    """Whether the first answer to every call is lost, so that what it says is what a repeated call is told."""
+    return False
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves a thread of the package behind."""

@@ -27,7 +27,7 @@ def run(client: sluice.Client, run_id: str) -> Any:
 
 def put(run: sluice.Run, *ids: str) -> list[sluice.SampleRef]:
     refs = [run.store.put(i, sample(), num_tokens=3) for i in ids]
-    assert run.queue.put_many([(ref, ()) for ref in refs]) == ["enqueued"] * len(refs)
+    assert set(run.queue.put_many([(ref, ()) for ref in refs])) <= {"enqueued", "already"}  # the latter if an answer was lost
     return refs
 
 
@@ -62,10 +62,12 @@ def test_a_cause_comes_behind_the_drain(run: sluice.Run) -> None:
 
 def test_a_put_wakes_a_waiting_acquire(run: sluice.Run) -> None:
     ref = run.store.put("a", sample(), num_tokens=3)
-    threading.Timer(0.2, lambda: run.queue.put(ref)).start()
+    later = threading.Timer(0.2, lambda: run.queue.put(ref))
+    later.start()
     began = time.monotonic()
     assert run.queue.acquire(Consumer("x"), timeout=20).leases[0].ref == ref
     assert time.monotonic() - began < 10
+    later.join(20)
 
 
 def test_settling_twice_and_stale(run: sluice.Run) -> None:
@@ -81,7 +83,7 @@ def test_settling_twice_and_stale(run: sluice.Run) -> None:
     assert run.queue.outstanding_count() == 1
 
 
-def test_fail_comes_back_behind_and_dies_at_its_budget(run: sluice.Run) -> None:
+def test_fail_comes_back_behind_and_dies_at_its_budget(run: sluice.Run, repeated: bool) -> None:
     put(run, "a")
     for n in range(5):
         (lease,) = run.queue.acquire(Consumer("x"), timeout=5).leases
@@ -90,10 +92,10 @@ def test_fail_comes_back_behind_and_dies_at_its_budget(run: sluice.Run) -> None:
     assert result.dead
     (dead,) = run.queue.dead_letters()
     assert dead.ref.sample_id == "a" and dead.reasons[-1] == "reason 4" and dead.fails == 5
-    assert run.queue.requeue("a", "nobody") == 1
+    assert run.queue.requeue("a", "nobody") == (0 if repeated else 1)
     (lease,) = run.queue.acquire(Consumer("x"), timeout=5).leases
     run.queue.settle(Consumer("x"), [Settlement(lease.lease_id, "fail_permanent", "hopeless")])
-    assert run.queue.drop("a") == 1
+    assert run.queue.drop("a") == (0 if repeated else 1)
     assert run.store.counters()["resident_bytes"] == 0
 
 
@@ -140,28 +142,30 @@ def test_a_cancelled_acquire_gives_back_what_it_was_given(run: sluice.Run) -> No
     run.queue.ack(Consumer("y"), lease)
 
 
-def test_the_gate_makes_producers_wait_and_says_when_it_gave_up(client: sluice.Client, run_id: str) -> None:
+def test_the_gate_makes_producers_wait_and_says_when_it_gave_up(client: sluice.Client, run_id: str, repeated: bool) -> None:
     run = client.create_run(run_id, schema=SCHEMA, max_bytes=4 * NBYTES, high_watermark_bytes=2 * NBYTES, low_watermark_bytes=NBYTES)
     put(run, "a", "b")
     with pytest.raises(TimeoutError, match="no room"):
         run.queue.reserve(NBYTES, timeout=0.2)
-    tries: list[int] = []
+    tries = iter(range(3))
     with pytest.raises(sluice.AbortedError):
-        run.queue.reserve(NBYTES, abort_when=lambda: len(tries) > 2 or bool(tries.append(1)))
+        run.queue.reserve(NBYTES, abort_when=lambda: next(tries, None) is None)
     with pytest.raises(sluice.FullError):
         run.queue.reserve(5 * NBYTES, timeout=5)
     leases = run.queue.acquire(Consumer("x"), max=2, timeout=5).leases
-    threading.Timer(0.2, lambda: run.queue.ack(Consumer("x"), *leases)).start()
+    later = threading.Timer(0.2, lambda: run.queue.ack(Consumer("x"), *leases))
+    later.start()
     room = run.queue.reserve(NBYTES, timeout=20)
+    later.join(20)
     ref = run.store.put("c", sample(), num_tokens=3, reservation=room.id)
-    assert run.queue.put(ref) == "enqueued"
+    assert run.queue.put(ref) == ("already" if repeated else "enqueued")
     assert run.store.counters()["reserved_bytes"] == 0
     other = run.queue.reserve(NBYTES, timeout=5)
     run.queue.unreserve(other.id, other.id)
     assert run.store.counters()["reserved_bytes"] == 0
 
 
-def test_put_blocks_until_below(client: sluice.Client, run_id: str) -> None:
+def test_put_blocks_until_below(client: sluice.Client, run_id: str, repeated: bool) -> None:
     run = client.create_run(run_id, schema=SCHEMA, max_bytes=4 * NBYTES, high_watermark_bytes=2 * NBYTES, low_watermark_bytes=NBYTES)
     put(run, "a", "b")
     ref = run.store.put("c", sample(), num_tokens=3)
@@ -170,8 +174,10 @@ def test_put_blocks_until_below(client: sluice.Client, run_id: str) -> None:
     with pytest.raises(RuntimeError, match="abort_when"):
         run.queue.put_blocks_until_below(ref, abort_when=lambda: True)
     leases = run.queue.acquire(Consumer("x"), max=2, timeout=5).leases
-    threading.Timer(0.2, lambda: run.queue.ack(Consumer("x"), *leases)).start()
-    assert run.queue.put_blocks_until_below(ref, timeout=20) == "enqueued"
+    later = threading.Timer(0.2, lambda: run.queue.ack(Consumer("x"), *leases))
+    later.start()
+    assert run.queue.put_blocks_until_below(ref, timeout=20) == ("already" if repeated else "enqueued")
+    later.join(20)
     assert run.queue.put_blocks_until_below(ref, timeout=20) == "already"
 
 

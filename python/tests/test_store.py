@@ -263,7 +263,8 @@ def test_release_is_idempotent_and_a_forged_handle_is_useless(run: sluice.Run) -
 def test_bad_puts_are_refused_and_leave_nothing(run: sluice.Run, change: dict[str, Any], error: type[Exception], says: str) -> None:
     before = run.store.counters()
     with pytest.raises(error) as caught:
-        run.store.put(**({"sample_id": "s", "tensors": sample(), "num_tokens": 3} | change))
+        arguments: dict[str, Any] = {"sample_id": "s", "tensors": sample(), "num_tokens": 3}
+        run.store.put(**(arguments | change))
     assert says in str(caught.value)
     assert isinstance(caught.value, sluice.SluiceError)
     assert run.store.counters()["resident_samples"] == before["resident_samples"]
@@ -337,7 +338,8 @@ def test_a_broken_download_goes_on_where_it_broke(remote: sluice.Client, run_id:
     ref = run.store.put("s", sample(400_000, 8), num_tokens=3)
     import http.client
 
-    real, broken = http.client.HTTPResponse.readinto, []
+    real = http.client.HTTPResponse.readinto
+    broken: list[int] = []
     lock = threading.Lock()
 
     def breaks(self: http.client.HTTPResponse, buffer: Any) -> int:

@@ -208,12 +208,14 @@ class RunQueue:
             lambda: [Reservation(text(r["id"]), count(r["bytes"]), seconds(r["expires_seconds"])) for r in items(fields(answer)["reservations"])],
         )
 
-    def _unreserve_asked(self, body: dict[str, Any]) -> None:
+    def _unreserve_asked(self, body: dict[str, Any], again: bool = True) -> None:
         """It may have been granted meanwhile: asking again with the same id tells, and what comes is given back."""
         try:
             got = self._reserved(self._t.give_back("POST", f"{self._run}/reserve", body | {"wait_seconds": 0}))
             if got:
                 self._t.give_back("POST", f"{self._run}/unreserve", {"reservations": [r.id for r in got]})
+            elif again:
+                self._t.owe(lambda: self._unreserve_asked(body, again=False))  # the call may be on its way yet, and come in behind this
         except SluiceError as e:
             log.debug("run %s: a reservation that nobody waited for ends by itself: %s", self.run_id, e)
 
@@ -333,13 +335,16 @@ class RunQueue:
         cause = answer.get("cause")
         return Delivery(tuple(leases), flag(answer["end"]), from_problem(dict(fields(cause))) if cause else None)
 
-    def _hand_back(self, consumer: Consumer, body: dict[str, Any]) -> None:
+    def _hand_back(self, consumer: Consumer, body: dict[str, Any], again: bool = True) -> None:
         """Return what an acquire was given whose answer was not waited for: asking again with the same id tells what that was."""
         try:
-            delivery = self._delivery(consumer, self._t.give_back("POST", f"{self._run}/acquire", body | {"wait_seconds": 0}), time.monotonic())
+            asked = body | {"wait_seconds": 0, "ahead": True}  # nobody starves for it
+            delivery = self._delivery(consumer, self._t.give_back("POST", f"{self._run}/acquire", asked), time.monotonic())
             if delivery.leases:
                 back = [{"lease": lease.wire_id, "verdict": "return"} for lease in delivery.leases]
                 self._t.give_back("POST", f"{self._run}/settle", {"consumer": consumer.wire(), "settlements": back, "request_id": new_id()})
+            elif again and not delivery.end:
+                self._t.owe(lambda: self._hand_back(consumer, body, again=False))  # the call may be on its way yet, and come in behind this
         except SluiceError as e:
             log.debug("run %s: what a broken acquire was given returns when it runs out, or with the session: %s", self.run_id, e)
 
@@ -417,11 +422,11 @@ class RunQueue:
         ])
 
     def requeue(self, *sample_ids: str) -> int:
-        """Try dead letters again, with fresh budgets. Returns how many were found."""
+        """Try dead letters again, with fresh budgets. Returns how many were found; where an answer was lost and the call was made again, how many were left to find."""
         return self._for_dead("requeue", sample_ids)
 
     def drop(self, *sample_ids: str) -> int:
-        """Drop dead letters, which frees their bytes. Returns how many were found."""
+        """Drop dead letters, which frees their bytes. Returns how many were found, as :meth:`requeue`."""
         return self._for_dead("drop", sample_ids)
 
     def _for_dead(self, what: str, sample_ids: Sequence[str]) -> int:

@@ -263,7 +263,9 @@ class RunStore(FeatureStore):
             self._take_back(ref)  # the caller was interrupted: nothing of it stays
             raise
 
-    def _take_back(self, ref: SampleRef) -> None:
+    def _take_back(self, ref: SampleRef, again: bool = True) -> None:
+        if again:
+            self._t.owe(lambda: self._take_back(ref, again=False))  # the put may be on its way yet, and come in behind this
         try:
             self._t.give_back("POST", f"{self._run}/abort", {"ref": ref.wire()})
         except (NotFoundError, ConflictError, ClosedError):
@@ -315,7 +317,7 @@ class RunStore(FeatureStore):
                 if handle.handle_id in self._pins:
                     self._forget(handle.handle_id)
             if pinned or not isinstance(e, SluiceError) or isinstance(e, UnavailableError):
-                self._undo(pin_id)  # otherwise the service has refused it
+                self._undo(pin_id, pinned)  # otherwise the service has refused it
             if mapped and isinstance(e, (CorruptError, NotFoundError)) and not self._still_there(ref):
                 raise NotFoundError("was freed while it was opened", op="get", subject=ref.sample_id) from e
             raise
@@ -374,8 +376,10 @@ class RunStore(FeatureStore):
         except SluiceError:
             return True  # then the error that is known stands
 
-    def _undo(self, pin_id: str) -> None:
-        """Take back the pin of a get that failed, which is no release: it must not free a sample that nobody claims yet."""
+    def _undo(self, pin_id: str, certain: bool = True) -> None:
+        """Take back the pin of a get that failed, which is no release: it must not free a sample that nobody claims yet. ``certain`` says that the pin was answered."""
+        if not certain:
+            self._t.owe(lambda: self._undo(pin_id))  # the call may be on its way yet, and come in behind this
         try:
             self._t.give_back("POST", f"{self._run}/release", {"handles": [pin_id], "undo": True})
         except UnavailableError:

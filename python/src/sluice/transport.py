@@ -268,9 +268,10 @@ class Transport:
 
     def head(self, path: str) -> int:
         """The status that a HEAD is answered with."""
+        request = new_id()
 
         def once() -> int:
-            with self.exchange("HEAD", path, new_id(), {}, None, timeout=ANSWER_SECONDS) as response:
+            with self.exchange("HEAD", path, request, {}, None, timeout=ANSWER_SECONDS) as response:
                 response.read()
                 if response.status in _AWAY:
                     raise Lost(_no_service(response, "no problem document"))

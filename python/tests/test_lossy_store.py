@@ -1,0 +1,6 @@
+"""The tests of test_store.py, over a line that loses the answer to every call once."""
+
+from .lossy import lossy_remote, lossy_repeated, lossy_service, real_service_of_the_session  # noqa: F401
+from .test_store import *  # noqa: F403
+
+del test_no_descriptor_and_no_mapping_is_left  # noqa: F821  # the line's own descriptors, in this process, come and go
