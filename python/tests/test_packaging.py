@@ -140,6 +140,7 @@ def test_the_record_of_a_wheel_is_right_and_the_binary_may_be_run(packaged: Path
             assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
             assert int(size) == len(data)
         assert wheel.getinfo("sluice/bin/sluice").external_attr >> 16 == 0o100755
+        assert "sluice/schemas/eagle3.json" in names
         assert wheel.getinfo("sluice/py.typed").external_attr >> 16 == 0o100644
         tags = message_from_bytes(wheel.read(f"sluice-{sluice.__version__}.dist-info/WHEEL")).get_all("Tag")
         assert tags is not None

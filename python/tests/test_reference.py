@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,18 @@ def test_a_put_copies_and_a_get_is_the_consumers_own(store: LocalFeatureStore) -
     first["logits"].fill_(-1)
     second, _ = store.get(ref, device="cpu")
     assert torch.equal(second["logits"], tensors(3)["logits"])
+
+
+def test_tensors_come_back_on_the_devices_that_they_were_put_from(store: LocalFeatureStore) -> None:
+    said: dict[str, str] = {}
+    store._note(said, {"a": SimpleNamespace(device="cpu"), "b": SimpleNamespace(device="cuda:1")})  # type: ignore[dict-item]
+    assert said == {"devices": "cpu,cuda:1"}
+    ref = store.put("s", tensors(), "r1", attributes={"devices": "cpu,cpu,cpu,cpu,meta"})
+    got, _ = store.get(ref)
+    assert [t.device.type for t in got.values()] == ["cpu"] * 4 + ["meta"]  # type: ignore[union-attr]
+    got, _ = store.get(ref, device="cpu")
+    assert {t.device.type for t in got.values()} == {"cpu"}  # type: ignore[union-attr]
+    assert "devices" not in put(store).attributes
 
 
 def test_a_sample_that_is_no_sample_is_refused_and_leaves_nothing(store: LocalFeatureStore) -> None:  # [U5]
