@@ -37,6 +37,7 @@ from sluice import (  # noqa: E402
     StoreHealth,
     VisibilityTimeout,
     assert_no_tensors,
+    reference,  # noqa: E402
 )
 from sluice import service as private  # noqa: E402
 
@@ -495,6 +496,27 @@ store.close()
         assert not again.is_closed
         again.put(put(store, 9))
         assert use(store, again) == "s9"
+
+
+def test_a_new_stream_waits_for_the_end_of_the_last_ones_consumers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer that has yet to hear the end of a stream must hear it; one whose process has just ended is no reason to stay closed."""
+    with SharedDir(tmp_path) as store:
+        queue = SampleRefQueue(store)
+        queue.put(put(store))
+        p = program(CONSUMER, str(tmp_path))
+        try:
+            assert p.stdin is not None and p.stdout is not None
+            p.stdin.write("one\n")
+            p.stdin.flush()
+            assert p.stdout.readline().split()[0] == "s0"
+            queue.close()
+            monkeypatch.setattr(reference, "_LEAVING_SECONDS", 0.1)
+            assert SampleRefQueue(store).is_closed and "other processes consume from it" in caplog.text
+        finally:
+            p.kill()
+            p.communicate(timeout=PATIENCE)
+        monkeypatch.setattr(reference, "_LEAVING_SECONDS", PATIENCE)
+        assert not SampleRefQueue(store).is_closed
 
 
 class SharedDir:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("sluice")
 
 _GIVE_UP_SECONDS = 5.0  # how long a close asks a private service that is gone
+_LEAVING_SECONDS = 10.0  # how long a new queue waits for the consumers of a stream that has ended
 _IDLE_RENEWAL_SECONDS = 30 * 60.0  # a trainer that made no call for so long keeps no lease
 
 
@@ -375,15 +376,24 @@ class SampleRefQueue:
             change["low_watermark_bytes"] = low if high is None or low < high else high // 3
         if change:
             self._run.configure(**change)
-        status = self._run.status()
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Begin a new stream in a queue that is closed and drained. Not while another process has yet to hear the end of the last one; one that has just ended is seen for some seconds more."""
         ours = f"-{os.uname().nodename.split('.')[0]}-{os.getpid()}-"
-        if status["closed"] and not any(ours not in c["name"] for c in status["consumers"]):
-            try:
-                self._run.configure(reopen=True)
-            except ConflictError as e:
-                if e.subject != "reopen":
-                    raise
-                log.info("the queue is closed, and what is in it can be had: %s", e)
+        until = time.monotonic() + _LEAVING_SECONDS
+        while (status := self._run.status())["closed"] and not (status["pending"] or status["outstanding"]):
+            others = [c["name"] for c in status["consumers"] if ours not in c["name"]]
+            if not others:
+                try:
+                    self._run.configure(reopen=True)
+                except ConflictError as e:
+                    log.warning("the queue is closed and stays so: %s", e)  # it deals out windows, or another process was faster
+                return
+            if time.monotonic() >= until:
+                log.warning("the queue is closed and stays so, since other processes consume from it: %s", ", ".join(others))
+                return
+            time.sleep(0.05)
 
     def put(self, ref: SampleRef) -> None:
         """Enqueue a ref, whatever the marks say. A repetition is no error. RuntimeError if the queue is closed, KeyError if the store has not the sample, ValueError for a ref of another store."""
