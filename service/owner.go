@@ -33,6 +33,8 @@ func (o owner) String() string {
 	return fmt.Sprintf("process %d on %s, since %s", o.PID, plain(o.Host), o.Since.UTC().Format(time.RFC3339))
 }
 
+func (o owner) is(p owner) bool { return o.Host == p.Host && o.PID == p.PID && o.Since.Equal(p.Since) }
+
 // own takes a directory for this process alone, and makes it if it is not there. The kernel lets go of it when the process dies.
 func own(dir string, me owner) (*os.File, error) {
 	for tries := 1; ; tries++ {

@@ -5,9 +5,11 @@ package service
 import (
 	"encoding/json"
 	"errors"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -25,6 +27,7 @@ const privateFile = "private.json"
 type private struct {
 	Store   string `json:"store,omitempty"`
 	StoreID string `json:"store_id,omitempty"`
+	Owner   owner  `json:"owner"` // as the store's owner file has it, unless somebody else has taken the store since
 }
 
 func readPrivate(state string) (p private, found bool, err error) {
@@ -61,9 +64,13 @@ func (s *Service) beginEmpty() error {
 		return err
 	}
 	if !found {
-		for _, kept := range []string{"journal", wire.TokensFile, "store"} {
-			if _, err := os.Lstat(filepath.Join(dir, kept)); err == nil {
-				return &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: dir, Detail: "holds the state of a service that was to keep it (" + kept + ")", Hint: "choose another state directory, or start without --remove-state"}
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return &sluice.Error{Kind: kindOfOS(err), Op: "service: open", Subject: dir, Detail: "can't be looked at", Err: err}
+		}
+		for _, e := range entries { // whatever it is and whosever, it would be removed in the end
+			if name := e.Name(); isStateName(name) && name != privateFile+newSuffix {
+				return &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: dir, Detail: "holds what a service was to keep (" + name + ")", Hint: "choose another state directory, or start without --remove-state"}
 			}
 		}
 		return s.mark()
@@ -96,11 +103,13 @@ func (s *Service) mark() error {
 }
 
 // willHave notes which store this service is about to make.
-func (s *Service) willHave(store, id string) error {
-	if have := idOf(store); have != "" {
-		return &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: store, Detail: "is the store of another service, and this one would remove it in the end", Hint: "choose another directory, or start without --remove-state"}
+func (s *Service) willHave(store, id string, me owner) error {
+	for _, name := range storeNames {
+		if _, err := os.Lstat(filepath.Join(store, name)); err == nil {
+			return &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: store, Detail: "holds " + name + ", of another service or of somebody else, and this one would remove it in the end", Hint: "choose another directory, or start without --remove-state"}
+		}
 	}
-	s.private = private{Store: store, StoreID: id}
+	s.private = private{Store: store, StoreID: id, Owner: me}
 	return s.private.write(s.opts.StateDir)
 }
 
@@ -184,18 +193,25 @@ func (p private) removeStore() error {
 	if err != nil {
 		return err
 	}
-	if lock == nil { // nobody has made it, or somebody else has taken it
+	if lock == nil { // nobody has made it, or somebody else has it
 		return nil
+	}
+	var last owner
+	if err := json.NewDecoder(io.LimitReader(lock, 4096)).Decode(&last); err != nil || !last.is(p.Owner) {
+		return lock.Close() // somebody else has had it since, or it was not yet ours
 	}
 	return errors.Join(removeRoot(p.Store, p.StoreID), lock.Close())
 }
+
+// storeNames are what a service makes in its store, beside the owner file.
+var storeNames = []string{"runs", "staging", idName, idName + newSuffix}
 
 // removeRoot removes the store of the given id, whose owner file is locked, and nothing else that lies there.
 func removeRoot(dir, id string) error {
 	if have := idOf(dir); have != id && have != "" {
 		return nil // another's
 	}
-	for _, name := range []string{"runs", "staging", idName, idName + newSuffix, ownerFile} { // the owner last: until then nobody else comes in
+	for _, name := range append(storeNames[:len(storeNames):len(storeNames)], ownerFile) { // the owner last: until then nobody else comes in
 		if err := os.RemoveAll(filepath.Join(dir, name)); err != nil {
 			return err
 		}
@@ -234,15 +250,22 @@ func removeState(dir string, whole bool) error {
 	return removeIfEmpty(dir)
 }
 
-// isStateName reports whether services make files or directories of the name, or make them by way of one of that name, in their state directory.
+// isStateName reports whether services make a file or directory of the name in their state directory, or make one by way of it.
 func isStateName(name string) bool {
-	for _, own := range []string{"journal", "store", "tls-cert.pem", "tls-key.pem", "tokens.lock", wire.TokensFile, wire.EndpointFile, wire.SocketFile, privateFile} {
-		if name == own || strings.HasPrefix(name, own+".") {
+	switch name {
+	case "journal", "store", "tokens.lock", wire.SocketFile, privateFile, privateFile + newSuffix:
+		return true
+	}
+	for _, replaced := range []string{wire.TokensFile, wire.EndpointFile, "tls-cert.pem", "tls-key.pem"} {
+		if rest, ok := strings.CutPrefix(name, replaced); ok && (rest == "" || replacing.MatchString(rest)) {
 			return true
 		}
 	}
 	return false
 }
+
+// replacing is what package access puts behind the name of a file that it is about to replace.
+var replacing = regexp.MustCompile(`^\.[A-Z2-7]{8}$`)
 
 // removeIfEmpty removes a directory, unless something is in it, or it is gone.
 func removeIfEmpty(dir string) error {
@@ -257,7 +280,7 @@ func removeIfEmpty(dir string) error {
 func (s *Service) leaveNothing() error {
 	var errs []error
 	if s.root != nil {
-		errs = append(errs, removeRoot(s.root.dir, s.root.id))
+		errs = append(errs, removeRoot(s.root.dir, s.private.StoreID))
 	} else {
 		errs = append(errs, s.private.removeStore()) // it may have been made in part
 	}

@@ -113,6 +113,81 @@ func TestAPrivateServiceTouchesNothingOfOthers(t *testing.T) {
 	}
 }
 
+// TestAPrivateServiceTouchesNoFilesOfLikeNames is about files of a user's own, which look like a service's.
+func TestAPrivateServiceTouchesNoFilesOfLikeNames(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	o := Options{StateDir: filepath.Join(dir, "state"), StoreDir: filepath.Join(dir, "store"), RemoveState: true}
+	mine := []string{filepath.Join(o.StateDir, "store.py"), filepath.Join(o.StateDir, "journal.md"), filepath.Join(o.StateDir, "tokens.json.bak"), filepath.Join(o.StoreDir, "runs.csv")}
+	for _, path := range mine {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	newBed(t, o).stop()
+	for _, path := range mine {
+		if !there(t, path) {
+			t.Errorf("%s is gone", path)
+		}
+	}
+}
+
+func TestAPrivateServiceRefusesWhatItWouldRemove(t *testing.T) {
+	t.Parallel()
+	for _, path := range []string{"state/tls-key.pem", "state/tokens.json", "state/store/precious", "state/sluice.sock", "store/runs/precious", "store/staging/precious", "store/id"} {
+		t.Run(path, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			mine := filepath.Join(dir, path)
+			if err := errors.Join(os.MkdirAll(filepath.Dir(mine), 0o700), os.WriteFile(mine, []byte("mine"), 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			o := Options{StateDir: filepath.Join(dir, "state"), StoreDir: filepath.Join(dir, "store"), RemoveState: true}
+			if s, err := Open(context.Background(), o); !errors.Is(err, sluice.ErrConflict) {
+				t.Errorf("%v, want a conflict", err)
+				if err == nil {
+					_ = s.Close(context.Background())
+				}
+			}
+			if data, err := os.ReadFile(mine); string(data) != "mine" {
+				t.Errorf("it holds %q: %v", data, err)
+			}
+		})
+	}
+}
+
+// TestAStoreThatAnotherServiceHasTakenSinceIsNotSwept is about one that was private once, whose service was killed before it could remove it.
+func TestAStoreThatAnotherServiceHasTakenSinceIsNotSwept(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	o := Options{StateDir: filepath.Join(dir, "killed"), StoreDir: filepath.Join(dir, "store"), RemoveState: true}
+	b := newBed(t, o)
+	mark, err := os.ReadFile(filepath.Join(o.StateDir, privateFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := b.s.root.id
+	b.stop()
+	// As it would be had it been killed.
+	if err := errors.Join(os.Mkdir(o.StateDir, 0o700), os.WriteFile(filepath.Join(o.StateDir, privateFile), mark, 0o600), os.WriteFile(filepath.Join(o.StateDir, ownerFile), nil, 0o600),
+		os.Mkdir(o.StoreDir, 0o700), os.WriteFile(filepath.Join(o.StoreDir, idName), []byte(id), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	kept := newBed(t, Options{StateDir: filepath.Join(dir, "kept"), StoreDir: o.StoreDir})
+	kept.create("r1")
+	kept.put("r1", "s-1")
+	kept.stop()
+	newBed(t, Options{StateDir: filepath.Join(dir, "new"), StoreDir: filepath.Join(dir, "other"), RemoveState: true}).stop()
+	if there(t, o.StateDir) {
+		t.Error("what the killed one left was not swept")
+	}
+	kept.start()
+	kept.waitReady()
+	if d := kept.acquire("r1", 1); len(d.Leases) != 1 {
+		t.Errorf("%+v, want the sample", d)
+	}
+}
+
 func TestAPrivateServiceRefusesStateThatWasToBeKept(t *testing.T) {
 	t.Parallel()
 	b := newBed(t, Options{})

@@ -123,7 +123,7 @@ func (s *Service) take(ctx context.Context) error {
 	}
 	id := newID()
 	if s.opts.RemoveState {
-		if err := s.willHave(dir, id); err != nil {
+		if err := s.willHave(dir, id, me); err != nil {
 			return err
 		}
 	}
