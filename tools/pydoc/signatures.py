@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import importlib
 import inspect
 import re
 import sys
@@ -18,7 +20,7 @@ import sluice
 HEAD = """# Python: every signature
 
 Made from the code by `make pydoc`; a test holds the two together. How things go together is on other pages: [the package](../python/README.md), [loading](python-loader.md), [the reference API](python-reference.md),
-[producing with transformers](python-transformers.md), [installing](python-install.md). Times are in seconds, sizes in bytes.
+[producing with transformers](python-transformers.md), [installing](python-install.md). `sluice.integrations.nemo` is on the page of the reference API. Times are in seconds, sizes in bytes.
 """
 
 GROUPS = {
@@ -28,12 +30,31 @@ GROUPS = {
     "Queue": ["RunQueue", "Consumer", "Lease", "WindowSlot", "Delivery", "Settlement", "SettleResult", "Reservation", "Position", "DeadLetter", "VisibilityTimeout"],
     "Refs": ["SampleRef", "FeatureSpec", "FeatureAlgorithm", "assert_no_tensors"],
     "The reference API": [
-        "LocalFeatureStore", "SharedDirFeatureStore", "ServiceFeatureStore", "SampleRefQueue", "FeatureProducer", "AsyncFeaturePipeline", "PromptSource", "FeatureDataLoader", "Eagle3TargetBatch",
+        "LocalFeatureStore", "SharedDirFeatureStore", "ServiceFeatureStore", "SampleRefQueue", "FeatureProducer", "AsyncFeaturePipeline", "PromptSource", "Eagle3TargetBackend", "FeatureDataLoader",
+        "Eagle3TargetBatch",
+    ],
+    "Behind the loader": ["dataset.StreamDataset", "stream.Counts", "collate.collate", "collate.Collator", "collate.Sample", "device.ring_for", "device.DeviceRing", "device.Transfer", "device.Backend"],
+    "Services of a program's own, and their binary": ["service.private", "service.Endpoint", "binary.find", "binary.Binary"],
+    "Producing with transformers": [
+        "integrations.transformers.TransformersProducer", "integrations.transformers.Counts", "integrations.transformers.Parts", "integrations.transformers.default_aux_layers",
+        "integrations.transformers.target_fingerprint", "integrations.transformers.tokenizer_fingerprint", "integrations.prompts.Row", "integrations.prompts.Refusal", "integrations.prompts.JsonLines",
+        "integrations.prompts.rows_of",
     ],
 }
+"""Names of the package, and behind a dot those of its modules. `sluice.integrations.nemo` cannot be imported without NeMo AutoModel: its signatures are on the page of the reference API."""
+
+
+def found(name: str) -> tuple[str, Any]:
+    """What a name stands for, and how it is called from outside."""
+    module, _, last = name.rpartition(".")
+    if not module:
+        return name, getattr(sluice, name)
+    return f"sluice.{name}", getattr(importlib.import_module(f"sluice.{module}"), last)
 
 
 def signature(f: Any) -> str:
+    if inspect.isclass(f) and (issubclass(f, enum.Enum) or getattr(f, "_is_protocol", False)):
+        return ""  # nobody calls these, and what could be called differs from one Python to the next
     try:
         text = str(inspect.signature(f))
     except (TypeError, ValueError):
@@ -61,10 +82,10 @@ def members(cls: type) -> Iterator[tuple[str, Any, bool]]:
         for name in vars(base):
             if not name.startswith("_") and name not in seen:
                 seen.add(name)
-                found = inspect.getattr_static(cls, name)
-                if isinstance(found, property):
-                    yield name, found.fget, True
-                elif isinstance(found, (staticmethod, classmethod)) or inspect.isfunction(found):
+                value = inspect.getattr_static(cls, name)
+                if isinstance(value, property):
+                    yield name, value.fget, True
+                elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
                     yield name, getattr(cls, name), False
 
 
@@ -74,11 +95,12 @@ def page() -> str:
     for group, names in GROUPS.items():
         parts.append(f"## {group}")
         for name in names:
-            o = getattr(sluice, name)
             listed.add(name)
+            name, o = found(name)
             parts += entry(3, name, o)
             if not inspect.isclass(o):
                 continue
+            name = o.__name__
             if dataclasses.is_dataclass(o) and not said(o):
                 raise SystemExit(f"{name} says nothing of itself")
             for member, f, is_property in members(o):
@@ -94,7 +116,7 @@ def page() -> str:
     for name in rest:
         o = getattr(sluice, name)
         if inspect.isclass(o) and issubclass(o, sluice.SluiceError):
-            also = next((b.__name__ for b in o.__mro__ if b.__module__ == "builtins" and b is not Exception), "")
+            also = next((b.__name__ for b in o.__mro__ if b.__module__ == "builtins" and issubclass(b, Exception) and b is not Exception), "")
             rows.append(f"| {name} | `{o.code}` | {also} | {said(o).splitlines()[0]} |")
         else:
             others.append(name)
