@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import io
 import json
@@ -482,6 +483,22 @@ def test_stats_are_flat_floats_of_the_loaders_and_the_run(run: sluice.Run) -> No
     assert run.stats()["batches"] == 3.0
 
 
+def test_stats_are_the_same_flat_floats_without_a_loader_and_without_a_service(own_service: Service) -> None:
+    run = sluice.connect(own_service.socket, run="r", create={"algorithm": "eagle3", "max_bytes": 1 << 26}, patience=0.5)
+    fill(run, 1, close=False)
+    producers = run.stats()
+    own_service.kill()
+    dead = run.stats()
+    run.close()
+    closed = run.stats()
+    for figures in (producers, dead, closed):
+        assert set(figures) == set(producers)
+        assert all(type(v) is float for v in figures.values())
+    assert (producers["service_up"], producers["pending"], producers["batches"]) == (1.0, 1.0, 0.0)
+    for figures in (dead, closed):
+        assert (figures["service_up"], figures["pending"], figures["bottleneck"]) == (0.0, 1.0, -1.0)
+
+
 @pytest.mark.parametrize(
     ("sentence", "number"), [("none: of 3s", 0), ("the target: consumers waited", 1), ("the trainer: producers", 2), ("balanced: x", 3), ("wedged: y", 4), ("something new", -1)]
 )
@@ -586,7 +603,62 @@ def test_no_thread_is_left_when_the_client_is_closed_first(service: Service, run
     run.close()
 
 
+def test_nothing_is_left_of_a_loop_however_it_ends(service: Service, run_id: str) -> None:
+    """Descriptors, mappings (and with them the locks on their files), threads, leases, pins and what is staged."""
+    ends: list[type[BaseException] | None] = [None, ValueError, KeyboardInterrupt]
+
+    def held() -> tuple[int, int, int]:
+        with open("/proc/self/maps") as f:
+            maps = sum(".safetensors" in line for line in f)
+        return len(os.listdir("/proc/self/fd")), maps, sum(t.name.startswith("sluice") for t in threading.enumerate())
+
+    def loop(number: int, end: type[BaseException] | None) -> dict[str, object]:
+        with contextlib.suppress(ValueError, KeyboardInterrupt), sluice.connect(
+            service.socket, run=f"{run_id}-{number}", create={"algorithm": "eagle3", "max_bytes": 1 << 26, "visibility_timeout": 600},
+        ) as run:
+            fill(run, 9)
+            for i, batch in enumerate(run.loader(batch=2, ack="step", prefetch=2)):
+                assert batch["input_ids"].shape == (len(batch.samples), 6)
+                run.step()
+                if i == 1 and end is not None:
+                    next(run.loader(batch=1))  # one more, in the middle of it
+                    raise end
+        del batch, run
+        gc.collect()
+        with sluice.Client(service.socket) as after:
+            status = wait_until(lambda: (s := after.run(f"{run_id}-{number}").status())["outstanding"] == 0 and s, "the leases to be back")
+            assert status["consumers"] == []
+            assert status["health"]["resident_samples"] == status["pending"] + status["dead"]
+            assert not os.listdir(after.run(f"{run_id}-{number}").store._info["staging_dir"])
+            after.delete_run(f"{run_id}-{number}")
+        return dict(status)
+
+    loop(0, None)  # what the first one imports and opens stays
+    before = held()
+    assert before[1:] == (0, 0)
+    for number, end in enumerate(ends * 3, 1):
+        status = loop(number, end)
+        assert status["acked"] == (9 if end is None else 4)
+    wait_until(lambda: held() == before, f"as much as before: {before}")
+
+
 # -- ways of use --------------------------------------------------------------------------------------------------------
+
+
+def test_the_short_way_as_the_page_has_it(service: Service, client: sluice.Client, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_STATE", str(service.state))  # where the token of a service of this host lies
+    client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, largest_sample=1 << 16, ranks=1, per_rank=4, prefetch_windows=2)
+    fill(client.run(run_id), 8)
+    r, w, got, logged = 0, 1, [], []
+    assert service.url.startswith("http://")
+    with sluice.connect(service.url, run=run_id) as run:
+        for batch in run.loader(rank=r, ranks=w, batch=4, collate="pad", prefetch=2, ack="step"):
+            got.append((ids(batch), tuple(batch["aux_hidden_states"].shape)))
+            run.step()
+            logged.append(run.stats()["acked"])
+    assert got == [([f"s-{i}" for i in range(4)], (4, 6, 12)), ([f"s-{i}" for i in range(4, 8)], (4, 6, 12))]
+    assert logged == [4.0, 8.0]
+    assert client.run(run_id).status()["acked"] == 8
 
 
 def test_on_another_host_it_is_the_same(remote: sluice.Client, run_id: str) -> None:

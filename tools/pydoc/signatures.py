@@ -19,8 +19,9 @@ import sluice
 
 HEAD = """# Python: every signature
 
-Made from the code by `make pydoc`; a test holds the two together. How things go together is on other pages: [the package](../python/README.md), [loading](python-loader.md), [the reference API](python-reference.md),
-[producing with transformers](python-transformers.md), [installing](python-install.md). `sluice.integrations.nemo` is on the page of the reference API. Times are in seconds, sizes in bytes.
+Made from the code by `make pydoc`; a test holds the two together. How things go together is on other pages: [the package](../python/README.md), [loading](python-loader.md),
+[the reference API](python-reference.md), [producing with transformers](python-transformers.md), [installing](python-install.md).
+Those of `sluice.integrations.nemo` are on the page of the reference API. Times are in seconds, sizes in bytes.
 """
 
 GROUPS = {
@@ -33,7 +34,10 @@ GROUPS = {
         "LocalFeatureStore", "SharedDirFeatureStore", "ServiceFeatureStore", "SampleRefQueue", "FeatureProducer", "AsyncFeaturePipeline", "PromptSource", "Eagle3TargetBackend", "FeatureDataLoader",
         "Eagle3TargetBatch",
     ],
-    "Behind the loader": ["dataset.StreamDataset", "stream.Counts", "collate.collate", "collate.Collator", "collate.Sample", "device.ring_for", "device.DeviceRing", "device.Transfer", "device.Backend"],
+    "Behind the loader": [
+        "dataset.StreamDataset", "stream.Counts", "collate.collate", "collate.Collator", "collate.Sample", "device.ring_for", "device.DeviceRing", "device.Transfer",
+        "device.Backend",
+    ],
     "Services of a program's own, and their binary": ["service.private", "service.Endpoint", "binary.find", "binary.Binary"],
     "Producing with transformers": [
         "integrations.transformers.TransformersProducer", "integrations.transformers.Counts", "integrations.transformers.Parts", "integrations.transformers.default_aux_layers",
