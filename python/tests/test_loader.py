@@ -777,6 +777,8 @@ def test_a_service_that_hangs_does_not_hang_the_figures(own_service: Service) ->
         assert own_service.process is not None
         own_service.process.send_signal(signal.SIGSTOP)
         try:
+            pid = own_service.process.pid
+            wait_until(lambda: os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT), "all its threads to stand")
             begin = time.monotonic()
             figures = run.stats()
             assert time.monotonic() - begin < 6
