@@ -84,7 +84,7 @@ def members(cls: type) -> Iterator[tuple[str, Any, bool]]:
     seen: set[str] = set()
     for base in reversed([b for b in cls.__mro__ if b.__module__.startswith("sluice")]):
         for name in vars(base):
-            if not name.startswith("_") and name not in seen:
+            if (not name.startswith("_") or name in ("__call__", "__iter__", "__next__")) and name not in seen:
                 seen.add(name)
                 value = inspect.getattr_static(cls, name)
                 if isinstance(value, property):
