@@ -95,7 +95,15 @@ class ServiceFeatureStore(FeatureStore):
             said.setdefault("shift", "1" if schema.shifts else "0")
             said.setdefault("aux_layers", "unknown")
         self._note(said, tensors)
-        return store.put(sample_id, tensors, run_id, algorithm, schema_version, target_model_version, draft_weight_version, num_tokens, attributes=said, reservation=reservation)
+
+        def put() -> SampleRef:
+            return store.put(sample_id, tensors, run_id, algorithm, schema_version, target_model_version, draft_weight_version, num_tokens, attributes=said, reservation=reservation)
+
+        try:
+            return put()
+        except FullError:
+            store.settle_memory()  # what the caller has just dropped is room
+            return put()
 
     def _note(self, said: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
         pass

@@ -438,6 +438,13 @@ class RunStore(FeatureStore):
         if not self._pins and self._pin_again in self._t.on_return:
             self._t.on_return.remove(self._pin_again)
 
+    def settle_memory(self) -> None:
+        """Wait until the service knows of all memory that is free here by now: a mapping that ends is told of by another thread. Bounded."""
+        told = threading.Event()
+        self._t.work_later()
+        self._t.soon(told.set)
+        told.wait(_STALL_SECONDS)
+
     def _give_back(self, gone: list[str], kept: list[str], behind: bool = False) -> None:
         """Tell the service of pins that are given up, and of those that are but for their mappings. ``behind`` says that nobody waits for it."""
         call = self._t.give_back if behind else self._t.call
