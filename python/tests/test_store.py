@@ -254,6 +254,8 @@ def test_release_is_idempotent_and_a_forged_handle_is_useless(run: sluice.Run) -
         ({"sample_id": "../x"}, ValueError, "sample_id"),
         ({"tensors": {}}, ValueError, ""),
         ({"tensors": {"input_ids": [1, 2]}}, ValueError, "input_ids"),
+        ({"tensors": [1, 2]}, ValueError, "tensors"),
+        ({"attributes": "x"}, ValueError, "attributes"),
         ({"num_tokens": None}, ValueError, "num_tokens"),
         ({"num_tokens": -1}, ValueError, "num_tokens"),
         ({"run_id": "another"}, ValueError, "run"),

@@ -6,6 +6,7 @@ import gc
 import http.server
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -650,6 +651,17 @@ def test_empty_features_come_back_empty(run: sluice.Run) -> None:
     gc.collect()
     run.store.release(handle)
     nothing_is_left(run)
+
+
+def test_what_can_not_be_sent_to_another_process_says_so(client: sluice.Client, run_id: str) -> None:
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=1 << 20)
+    ref = run.store.put("s", sample(), num_tokens=3)
+    assert pickle.loads(pickle.dumps(ref)) == ref
+    _, handle = run.store.get(ref)
+    for value in (client, run, run.store, run.queue, handle):
+        with pytest.raises(sluice.UnsupportedError, match="another process"):
+            pickle.dumps(value)
+    run.store.release(handle)
 
 
 def test_no_token_in_what_is_shown(service: Service) -> None:

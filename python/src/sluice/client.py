@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .address import Address, resolve
-from .answers import fields, items, run_path, seconds, text, understood
+from .answers import count, fields, items, run_path, seconds, text, understood
 from .errors import ClosedError, ConflictError, InvalidError, NotFoundError, SluiceError, StaleError
 from .producer import Producer
 from .queue import RunQueue, VisibilityTimeout
@@ -341,7 +341,9 @@ def _described(answer: Any) -> tuple[dict[str, Any], str, float, Mapping[str, An
     spec = dict(fields(answer["spec"]))
     lives = seconds(spec["visibility_timeout_seconds"])
     VisibilityTimeout(lives)  # as it must be
-    fields(spec.get("schema") or {})
+    schema = fields(spec.get("schema") or {})
+    text(schema.get("name", ""))
+    count(schema.get("version", 1))
     return spec, text(spec["run_id"]), lives, fields(answer["store"])
 
 

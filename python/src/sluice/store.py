@@ -168,6 +168,9 @@ class RunStore(FeatureStore):
         Raises InvalidError, DuplicateError, FullError, NoSpaceError, SchemaError, ClosedError, UnavailableError.
         """
         self._enter("put")
+        for name, value in (("tensors", tensors), ("attributes", {} if attributes is None else attributes)):
+            if not isinstance(value, Mapping):
+                raise InvalidError(f"is a {type(value).__name__}, want a mapping by name", op="put", subject=name)
         schema = self._spec.get("schema") or {}
         specs = tensorfile.specs_of(tensors)
         ref = SampleRef(

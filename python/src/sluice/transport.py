@@ -174,6 +174,9 @@ class Transport:
         if a.token:
             self._head += f"Authorization: Bearer {a.token}\r\n"
 
+    def __reduce__(self) -> str:
+        raise UnsupportedError("a client, and what belongs to it, can't be sent to another process", op="pickle", hint="connect there; the child of a fork does so by itself")
+
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def call(
