@@ -278,8 +278,13 @@ def test_an_interrupted_producer_leaves_nothing_but_what_it_enqueued(run: sluice
     done: list[sluice.SampleRef] = []
     assert _Interrupts(monkeypatch).everywhere(lambda: done.append(producer.put(f"s{next(names)}", sample(), num_tokens=3, timeout=5)), lambda: None) >= 6
     until(lambda: run.store.counters()["reserved_bytes"] == 0, 10)
-    while leases := run.queue.acquire(Consumer("x"), max=8, timeout=0).leases:
-        run.queue.ack(Consumer("x"), *leases)
+
+    def drained() -> bool:
+        if leases := run.queue.acquire(Consumer("x"), max=8, timeout=0).leases:
+            run.queue.ack(Consumer("x"), *leases)
+        return run.queue.pending_count() == run.queue.outstanding_count() == 0
+
+    until(drained, 20)
     producer.close()
     nothing_is_left(run)
 
@@ -354,8 +359,13 @@ def test_calls_cancelled_at_random_leave_nothing(client: sluice.Client, run_id: 
     assert not faults and not any(t.is_alive() for t in threads)
     assert min(broken) > 5
     until(lambda: run.queue.outstanding_count() == 0 and run.store.counters()["reserved_bytes"] == 0, 10)
-    while leases := run.queue.acquire(Consumer("rest"), max=8, timeout=0).leases:
-        run.queue.ack(Consumer("rest"), *leases)
+
+    def drained() -> bool:  # what was given up may still be handed back in between
+        if leases := run.queue.acquire(Consumer("rest"), max=8, timeout=0).leases:
+            run.queue.ack(Consumer("rest"), *leases)
+        return run.queue.pending_count() == run.queue.outstanding_count() == 0
+
+    until(drained, 20)
     nothing_is_left(run)
 
 
