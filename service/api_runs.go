@@ -77,29 +77,30 @@ func (s *Service) runCalls(a *api) {
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/reshape", id: "reshape-run", tag: "runs", summary: "Change the number of ranks and of samples a rank and step", roles: operators,
 		text: "`conflict` while a lease is out."},
 		func(ctx context.Context, c *call, in *wire.Reshape) (*nothing, error) {
-			if err := c.run.q.Reshape(ctx, in.Ranks, in.PerRank); err != nil {
-				return nil, err
-			}
-			return nil, s.change(ctx, c.run, func(spec *wire.RunSpec) {
+			return nil, s.change(ctx, c.run, func(spec *wire.RunSpec) error {
+				if err := c.run.q.Reshape(ctx, in.Ranks, in.PerRank); err != nil {
+					return err
+				}
 				w := wire.Windows{Ranks: in.Ranks, PerRank: in.PerRank}
 				if spec.Windows != nil {
 					w.Prefetch, w.DropTail = spec.Windows.Prefetch, spec.Windows.DropTail
 				}
 				spec.Windows = &w
+				return nil
 			})
 		})
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/configure", id: "configure-run", tag: "runs", summary: "Change the lease time and the marks of a run, and reopen it", roles: operators,
 		text: "All that is given or nothing; the rest stays, and so do the deadlines of leases that are out. `invalid` names the field that does not fit. `conflict` names `reopen` where a closed run has samples pending or leased yet, or has windows."},
 		func(ctx context.Context, c *call, in *wire.Configure) (*wire.Run, error) {
-			if err := c.run.q.Configure(ctx, in.Change()); err != nil {
-				return nil, err
-			}
-			caps := c.run.q.Health().Caps
-			err := s.change(ctx, c.run, func(spec *wire.RunSpec) {
+			err := s.change(ctx, c.run, func(spec *wire.RunSpec) error {
+				if err := c.run.q.Configure(ctx, in.Change()); err != nil {
+					return err
+				}
 				if in.VisibilityTimeoutSeconds != nil {
 					spec.VisibilityTimeoutSeconds = *in.VisibilityTimeoutSeconds
 				}
-				spec.Caps = wire.Caps(caps)
+				spec.Caps = wire.Caps(c.run.q.Health().Caps)
+				return nil
 			})
 			if err != nil {
 				return nil, err
@@ -110,11 +111,12 @@ func (s *Service) runCalls(a *api) {
 	handle(a, operation{method: http.MethodPost, path: "/v1/runs/{run}/versions", id: "set-versions", tag: "runs", summary: "Set the version gates", roles: operators,
 		text: "Which target versions are let in (any, if left out) and the least draft version (any, if left out)."},
 		func(ctx context.Context, c *call, in *wire.Versions) (*nothing, error) {
-			if err := c.run.q.SetVersions(ctx, in.TargetVersions, in.MinDraftVersion); err != nil {
-				return nil, err
-			}
-			return nil, s.change(ctx, c.run, func(spec *wire.RunSpec) {
+			return nil, s.change(ctx, c.run, func(spec *wire.RunSpec) error {
+				if err := c.run.q.SetVersions(ctx, in.TargetVersions, in.MinDraftVersion); err != nil {
+					return err
+				}
 				spec.TargetVersions, spec.MinDraftVersion = in.TargetVersions, in.MinDraftVersion
+				return nil
 			})
 		})
 	s.deadLetterCalls(a)

@@ -2,6 +2,7 @@ package service
 
 import (
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/sluice-ml/sluice"
@@ -38,6 +39,32 @@ func TestARunIsConfiguredAfterItsCreation(t *testing.T) {
 	check()
 	b.restart()
 	check()
+}
+
+func TestARunThatSeveralConfigureAtOnceIsDescribedAsItIs(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	for round := range 20 {
+		var all sync.WaitGroup
+		for i := range 4 {
+			timeout, high := wire.Seconds(100*(i+1)), int64(900_000+round*10+i)
+			all.Go(func() {
+				b.try("POST", "/v1/runs/r1/configure", wire.Configure{VisibilityTimeoutSeconds: &timeout, HighWatermarkBytes: &high})
+			})
+		}
+		all.Wait()
+		r := do[wire.Run](b, "GET", "/v1/runs/r1", nil)
+		if is := r.Status.Health.Caps.HighWatermarkBytes; r.Spec.Caps.HighWatermarkBytes != is {
+			t.Fatalf("the high mark is %d and described as %d", is, r.Spec.Caps.HighWatermarkBytes)
+		}
+		b.put("r1", "s-"+newID()[:6])
+		d := b.acquire("r1", 1)
+		if is, want := d.Leases[0].TimeLeftSeconds, r.Spec.VisibilityTimeoutSeconds; is > want || is < want-50 {
+			t.Fatalf("leases live for %v s, and the timeout is described as %v s", is, want)
+		}
+		b.settle("r1", sluice.Ack, d.Leases...)
+	}
 }
 
 func TestAClosedRunIsReopenedOnceItIsDrained(t *testing.T) {

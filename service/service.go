@@ -434,13 +434,15 @@ func (s *Service) create(ctx context.Context, spec *wire.RunSpec) (r *run, made 
 	return r, true, nil
 }
 
-// change notes in the registry what of a run was changed.
-func (s *Service) change(ctx context.Context, r *run, edit func(*wire.RunSpec)) error {
+// change changes a run's queue by edit, one caller at a time, and notes in the registry what edit made of the spec, also if the caller is gone by then: the queue has changed.
+func (s *Service) change(ctx context.Context, r *run, edit func(*wire.RunSpec) error) error {
 	s.admin.Lock()
 	defer s.admin.Unlock()
 	now := *r.now.Load()
-	edit(&now)
-	if err := s.registry.write(ctx, record{T: "change", RunID: r.id, Spec: &now}); err != nil {
+	if err := edit(&now); err != nil {
+		return err
+	}
+	if err := s.registry.write(context.WithoutCancel(ctx), record{T: "change", RunID: r.id, Spec: &now}); err != nil {
 		return err
 	}
 	r.now.Store(&now)
