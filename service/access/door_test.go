@@ -596,6 +596,12 @@ func TestAnswersTellBrowsersWhatNotToDo(t *testing.T) {
 			t.Errorf("POST %s: %v", path, a.header)
 		}
 	}
+	// Nor has one the token whose URL holds a name and a password.
+	for _, path := range []string{"/login", "/v1/runs/r/commit"} {
+		if a := w.do(w.request("POST", path, "", "Authorization: Basic YTpi")); a.header.Get("Content-Security-Policy") == "" || a.header.Get("X-Content-Type-Options") != "nosniff" {
+			t.Errorf("POST %s with a password: %v", path, a.header)
+		}
+	}
 	if a := w.do(w.request("POST", "/v1/runs/r/commit", "", w.bearer("operator"))); a.header.Get("Content-Security-Policy") != "" {
 		t.Errorf("the answer to a program's call tells browsers something: %v", a.header)
 	}

@@ -44,14 +44,17 @@ func protect(h http.Header, api bool) {
 	h["Cross-Origin-Resource-Policy"] = sameOrigin
 }
 
+func isAPI(r *http.Request) bool { return strings.HasPrefix(r.URL.Path, "/v1/") }
+
 func (g *guard) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	d := g.d
 	c, ok := r.Context().Value(connKey{}).(*conn)
 	if !ok {
 		panic("access: a call that came through no connection of the door")
 	}
-	if r.Method != http.MethodPost || r.Header["Authorization"] == nil { // forms can set no such header, so nothing that could be shown answers one
-		protect(w.Header(), strings.HasPrefix(r.URL.Path, "/v1/"))
+	// Forms can set no such header, so nothing that could be shown answers one. Of what is let in it is a token: refuse makes up for the others.
+	if api := isAPI(r); !api || r.Method != http.MethodPost || r.Header["Authorization"] == nil {
+		protect(w.Header(), api)
 	}
 	if !c.unix { // no browser reaches the socket
 		if !d.hostAllowed(r, c) {
@@ -309,6 +312,7 @@ func (g *guard) refuse(w http.ResponseWriter, r *http.Request, p *wire.Problem) 
 		panic(err) // a problem is strings and a number
 	}
 	h := w.Header()
+	protect(h, isAPI(r))
 	h.Set("Content-Type", wire.ProblemType)
 	h.Set("Connection", "close")
 	if p.Status == http.StatusUnauthorized {
