@@ -224,6 +224,9 @@ func serve(ctx context.Context, stdout io.Writer, o service.Options, door access
 	if err := door.Check(); err != nil {
 		return err
 	}
+	if o.ExitIdle > 0 {
+		signal.Ignore(syscall.SIGPIPE) // whoever started it and reads what it says may be gone
+	}
 	s, err := service.Open(ctx, o)
 	if err != nil {
 		return err
@@ -241,8 +244,7 @@ func serve(ctx context.Context, stdout io.Writer, o service.Options, door access
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
 	if o.ExitIdle > 0 {
-		signal.Ignore(syscall.SIGPIPE) // whoever started it and reads what it says may be gone
-		go func() {                    // ends with ctx
+		go func() { // ends with ctx
 			select {
 			case <-s.Idle():
 				o.Logger.Info("no client is left", "for", o.ExitIdle)
