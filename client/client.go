@@ -264,7 +264,7 @@ func (c *Client) Check(ctx context.Context, ref sluice.Ref, schema *sluice.Schem
 	if err != nil {
 		return &sluice.Error{Kind: sluice.Invalid, Op: "client: check", Subject: ref.SampleID(), Err: err}
 	}
-	return c.call(ctx, call{method: http.MethodPost, path: "/v1/check", in: wire.Judge{Ref: ref, Schema: doc}})
+	return c.call(ctx, call{method: http.MethodPost, path: "/v1/check", in: &wire.Judge{Ref: ref, Schema: doc}})
 }
 
 // Reshape changes the number of ranks of a run and of samples a rank and step. ErrConflict while a lease is out.
@@ -275,8 +275,8 @@ func (c *Client) Reshape(ctx context.Context, runID string, ranks, perRank int) 
 // Configure changes a run that goes on: its visibility timeout, its marks, and whether it is closed; see [sluice.RunChange]. It returns the run as it is then. ErrInvalid names the field
 // that does not fit; ErrConflict if it can't be reopened: samples are pending or leased yet, or it has windows.
 func (c *Client) Configure(ctx context.Context, runID string, change sluice.RunChange) (RunInfo, error) {
-	var w wire.Run
-	if err := c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/configure"), in: wire.ConfigureOf(&change), out: &w}); err != nil {
+	in, w := wire.ConfigureOf(&change), wire.Run{}
+	if err := c.call(ctx, call{method: http.MethodPost, path: runPath(runID, "/configure"), in: &in, out: &w}); err != nil {
 		return RunInfo{}, err
 	}
 	return infoOf(&w)
