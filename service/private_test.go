@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -244,4 +245,10 @@ func TestWithoutACapRunsNeedNoBytesToAddUp(t *testing.T) {
 	}
 	b.restart()
 	b.status("r1")
+	b.stop()
+	o := b.o
+	o.MaxBytes = 1 << 30
+	if _, err := Open(context.Background(), o); !errors.Is(err, sluice.ErrConflict) || !strings.Contains(err.Error(), "--max-bytes none") {
+		t.Errorf("with a cap again: %v, want a conflict that says what helps", err)
+	}
 }

@@ -230,7 +230,7 @@ func (s *Service) openRuns(ctx context.Context) error {
 	for id, e := range s.registry.runs {
 		bytes, err := s.capOf(&e.spec)
 		if err != nil {
-			return err
+			return &sluice.Error{Kind: sluice.Conflict, Op: "service: open", Subject: id, Detail: "the run was made without caps.max_bytes, by a service without a cap", Hint: "start with --max-bytes none, as it was", Err: err}
 		}
 		r := s.newRun(e, id, bytes)
 		if e.deleting {
