@@ -313,6 +313,35 @@ def test_a_closed_store_refuses(run: sluice.Run) -> None:
     assert same(got["input_ids"], [[0, 1, 2]])
 
 
+@pytest.mark.parametrize("ranges", [1, 4])
+def test_a_download_is_of_parallel_ranges_into_one_buffer(service: Service, run_id: str, ranges: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sluice.Client(service.url, state_dir=service.state, http_only=True, ranges=ranges) as far, far.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20) as run:
+        given = sample(400_000, 8)
+        ref = run.store.put("s", given, num_tokens=3)
+        monkeypatch.setattr(sluice.store, "_LEAST_PART", 1 << 20)  # this sample is worth four connections
+        real = far._t.exchange
+        asked: list[tuple[int, int]] = []
+        all_at_once = threading.Barrier(ranges)
+
+        def exchange(method: str, path: str, request: str, headers: dict[str, str], *rest: Any, **more: Any) -> Any:
+            if "Range" in headers:
+                begin, end = headers["Range"].removeprefix("bytes=").split("-")
+                asked.append((int(begin), int(end) + 1))
+                if len(asked) > 1:  # the first one is the header's
+                    all_at_once.wait(20)
+            return real(method, path, request, headers, *rest, **more)
+
+        monkeypatch.setattr(far._t, "exchange", exchange)
+        got, handle = run.store.get(ref)
+        asked.sort()
+        assert len(asked) == 1 + ranges
+        assert [end for _, end in asked[:-1]] == [begin for begin, _ in asked[1:]] and asked[0][0] == 0  # each byte once
+        assert all(same(got[name], given[name]) for name in given)
+        a, b = (_mapping_of(_address(t)) for t in got.values())
+        assert a == b and ".safetensors" not in a
+        run.store.release(handle)
+
+
 def test_a_damaged_download_is_corrupt(remote: sluice.Client, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = remote.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20)
     ref = run.store.put("s", sample(200_000, 8), num_tokens=3)
