@@ -285,6 +285,25 @@ def test_leases_are_renewed_while_the_trainer_trains(client: sluice.Client, run_
         assert (status["acked"], status["expired"], loader.counts().stale) == (1, 0, 0)
 
 
+def test_what_was_made_ahead_and_ran_out_is_not_handed_out(client: sluice.Client, run_id: str) -> None:
+    """Others may be training on it already."""
+    with client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, visibility_timeout=1) as run:
+        fill(run, 4)
+        loader = run.loader(batch=1, ack="step", prefetch=2, renew_every=600, timeout=20)
+        next(loader)
+        loader.step()
+        wait_until(lambda: run.status()["outstanding"] == 2, "two batches to be made ahead")
+        wait_until(lambda: run.status()["outstanding"] == 0, "their leases to run out")
+        got = []
+        for batch in loader:
+            got.append((ids(batch)[0], batch.samples[0].lease.redelivery_count))
+            loader.step()
+        counts = loader.counts()
+        assert sorted(got) == [("s-1", 1), ("s-2", 1), ("s-3", 0)]
+        assert (counts.dropped, counts.acked) == (2, 4)
+        assert run.status()["acked"] == 4
+
+
 def test_renewal_ends_with_the_trainers_silence_and_comes_back_with_it(client: sluice.Client, run_id: str, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     with client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 26, visibility_timeout=0.6) as run:
