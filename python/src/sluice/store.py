@@ -224,7 +224,7 @@ class RunStore(FeatureStore):
         """The name of a freed sample's file that lies in the staging directory to be written over, which takes half the time of a fresh one; or none."""
         answer = self._t.call("POST", f"{self._run}/spare", {"bytes": size})
         name = understood("spare", self.run_id, lambda: text(fields(answer).get("file", "")))
-        if name != os.path.basename(name) or name in (".", ".."):
+        if name != os.path.basename(name) or name in (".", "..") or not name.isprintable():
             raise CorruptError("the service gave no bare file name", op="spare", subject=self.run_id)
         return name
 
