@@ -742,6 +742,21 @@ def test_consume_now_acknowledges_without_taking_another(run: sluice.Run) -> Non
     assert run.status()["acked"] == 1
 
 
+@pytest.mark.parametrize("ack", ["next", "step"])
+def test_close_gives_up_the_pins_of_what_it_took_and_made_ahead(run: sluice.Run, ack: str) -> None:
+    fill(run, 6)
+    loader = run.loader(batch=1, ack=ack, prefetch=3, timeout=20)
+    next(loader)
+    wait_until(lambda: run.status()["outstanding"] == 4, "three batches to be made ahead")
+    wait_until(lambda: len(loader._stream._ready) == 3, "and to be read")
+    loader.close()
+    other = sluice.Consumer("other")  # in the same session, which therefore does not end
+    while (delivery := run.queue.acquire(other, max=8, timeout=5)).leases:
+        run.queue.settle(other, [sluice.Settlement(x.lease_id, "ack") for x in delivery.leases])
+    assert delivery.end
+    wait_until(lambda: run.store.counters()["resident_samples"] == 0, "every byte to be free")
+
+
 def test_a_regular_close_acknowledges_the_last_batch_in_mode_next(run: sluice.Run) -> None:
     fill(run, 4)
     with run.loader(batch=2, timeout=20) as loader:
