@@ -62,11 +62,7 @@ def train(url: str, run_id: str, all_options: list[dict[str, Any]]) -> list[Any]
 def test_four_ranks_step_together_to_the_end_though_a_sample_is_corrupt(client: sluice.Client, service: Service, run_id: str) -> None:
     run = windows(client, run_id, 4, 2)
     refs = fill(run, 37)
-    site = run.store._site
-    assert site is not None
-    with open(f"{site.dir}/{refs[10].sample_id}.safetensors", "r+b") as f:
-        f.seek(8)
-        f.write(b"XXXXXXXX")
+    corrupt(run, refs[10])
     got = train(service.socket, run_id, [{"rank": r, "ranks": 4, "batch": 2, "prefetch": 1} for r in range(4)])
     taken = [i for r in got for batch in r[2] for i in batch]
     assert [len(r[2]) for r in got] == [5] * 4
@@ -86,6 +82,29 @@ def test_members_of_a_group_get_every_sample_in_the_same_batches(client: sluice.
     assert [r[5] for r in got] == [0, 0]
     status = run.status()
     assert (status["acked"], status["redelivered"], status["outstanding"]) == (11, 0, 0)
+
+
+def corrupt(run: sluice.Run, *refs: sluice.SampleRef) -> None:
+    site = run.store._site
+    assert site is not None
+    for ref in refs:
+        with open(f"{site.dir}/{ref.sample_id}.safetensors", "r+b") as f:
+            f.seek(8)
+            f.write(b"XXXXXXXX")
+
+
+def test_members_of_a_group_make_the_same_batches_where_samples_are_corrupt(client: sluice.Client, service: Service, run_id: str) -> None:
+    """A place is filled again when all members have passed over it: until then neither goes on to the next window."""
+    run = windows(client, run_id, 1, 4)
+    refs = fill(run, 12)
+    corrupt(run, refs[1], refs[3], refs[6])
+    got = train(service.socket, run_id, [{"rank": 0, "batch": 2, "consumer": "group", "members": 2, "member": m} for m in range(2)])
+    assert got[0][2] == got[1][2]
+    assert [len(b) for b in got[0][2]] == [2] * 6
+    assert [{int(i.removeprefix("s-")) // 4 for i in b} for b in got[0][2]] == [{0}, {0}, {1}, {1}, {2}, {2}]
+    assert [(r[3], r[4], r[5]) for r in got] == [(3, 3, 0)] * 2  # stand-ins, passed over, stale
+    assert {d.ref.sample_id for d in run.queue.dead_letters()} == {"s-1", "s-3", "s-6"}
+    assert run.status()["acked"] == 9
 
 
 def test_a_stand_in_does_not_count_in_the_loss(client: sluice.Client, run_id: str) -> None:
