@@ -412,6 +412,7 @@ func (l *Loader) collate(n int) (m made, again bool) {
 // renew is the goroutine that keeps leases alive while the trainer is. Close ends it by l.ctx.
 func (l *Loader) renew() {
 	dormant := false
+	var begun time.Time // of the wait for the next renewal
 	for {
 		every, idle := l.renewal()
 		if idle && !dormant {
@@ -419,6 +420,7 @@ func (l *Loader) renew() {
 			l.emit(Event{Kind: Idle, Op: "renew", Count: l.heldCount()})
 		}
 		if every == 0 || idle {
+			begun = time.Time{}
 			select {
 			case <-l.wake:
 				continue
@@ -427,13 +429,32 @@ func (l *Loader) renew() {
 			}
 		}
 		dormant = false
-		if !sleep(l.ctx, l.clock, every) {
-			return
+		if begun.IsZero() {
+			begun = l.clock.Now()
 		}
-		if _, idle := l.renewal(); !idle {
-			l.renewOnce()
+		if left := begun.Add(every).Sub(l.clock.Now()); left > 0 { // what is acquired meanwhile may live for less
+			if !l.rest(left) {
+				return
+			}
+			continue
 		}
+		begun = l.clock.Now()
+		l.renewOnce()
 	}
+}
+
+// rest waits for d, or until there is something to look at; it is false if the Loader ends.
+func (l *Loader) rest(d time.Duration) bool {
+	over := make(chan struct{})
+	stop := l.clock.AfterFunc(d, func() { close(over) })
+	defer stop()
+	select {
+	case <-over:
+	case <-l.wake:
+	case <-l.ctx.Done():
+		return false
+	}
+	return true
 }
 
 // renewal returns how long to wait before the next renewal, 0 if nothing is held, and whether the trainer has been silent for too long.

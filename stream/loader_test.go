@@ -568,6 +568,31 @@ func TestLeasesAreRenewedWhileTheTrainerLivesAndNoLonger(t *testing.T) {
 	})
 }
 
+func TestALeaseThatLivesForLessThanThoseBeforeIsRenewedInTime(t *testing.T) {
+	t.Parallel()
+	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Prefetch, c.Ack = -1, AckOnStep })
+		next(t, l)
+		time.Sleep(time.Second)
+		r.queue.mu.Lock()
+		r.queue.visibility = 3 * time.Second
+		r.queue.mu.Unlock()
+		next(t, l)
+		time.Sleep(20 * time.Second)
+		if s := l.Stats(); s.Held != 2 || s.Lost != 0 {
+			t.Errorf("stats %+v, want two leases held and none lost", s)
+		}
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if s := l.Stats(); s.Acked != 2 || s.Stale != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+		clean(t, r.store, r.queue)
+	})
+}
+
 func TestAWaitingTrainerIsNotIdle(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
