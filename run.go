@@ -44,7 +44,7 @@ type RunConfig struct {
 
 // RunChange is what may be changed of a run that goes on. What is nil, or false, stays.
 type RunChange struct {
-	VisibilityTimeout *time.Duration // of leases that are given or renewed from then on
+	VisibilityTimeout *time.Duration // of leases that are given from then on, and of those that are renewed if they had less
 
 	// The marks between which producers are paced, as in [Caps]. 0 <= low < high <= cap.
 	HighWatermarkBytes, LowWatermarkBytes     *int64

@@ -43,7 +43,8 @@ type configRecord struct {
 // Health is the store's, with the marks that the run has now.
 func (q *Queue) Health() sluice.Health { return q.room.Health() }
 
-// Configure changes a run that goes on: all of what c gives, or nothing. Leases that are out keep their deadlines; what is given or renewed from then on has the new timeout. It may be repeated.
+// Configure changes a run that goes on: all of what c gives, or nothing. Leases that are out keep their deadlines. What is given from then on has the new timeout, and so has what is renewed if
+// that is longer: a holder renews by the time that it was given, and must not lose its lease in between. It may be repeated.
 //
 // Reopen lets a run that was closed take puts again, once nothing is pending or leased; its cause and its producers' sessions are forgotten. A run that is not closed is left as it is.
 //

@@ -47,7 +47,7 @@ func (f *fixture) reopened(j *memJournal, o Options) {
 	f.q = newQueue(f.t, f.cfg, f.store, &o)
 }
 
-func TestAChangedTimeoutIsThatOfNewAndRenewedLeases(t *testing.T) {
+func TestAChangedTimeoutIsThatOfNewLeasesAndOfRenewedOnesIfItIsLonger(t *testing.T) {
 	t.Parallel()
 	for _, to := range []time.Duration{5 * time.Second, time.Hour} {
 		clock := queuetest.NewClock()
@@ -74,9 +74,9 @@ func TestAChangedTimeoutIsThatOfNewAndRenewedLeases(t *testing.T) {
 			t.Fatalf("leased are %q, want %q", out(), want)
 		}
 		switch {
-		case to < 30*time.Second: // the new ones run out first, in 5 s, and the old one in 29
+		case to < 30*time.Second: // the new one runs out first, in 5 s, and the others in 29 and 30
 			clock.Advance(5 * time.Second)
-			want = "s0 "
+			want = "s0 s1 "
 		default:
 			clock.Advance(29 * time.Second)
 			want = "s1 s2 "
@@ -92,6 +92,29 @@ func TestAChangedTimeoutIsThatOfNewAndRenewedLeases(t *testing.T) {
 			t.Errorf("in the end, leased are %q, %v", out(), err)
 		}
 		_ = old
+	}
+}
+
+// A loader renews by the time that its leases were given with: with less from one renewal to the next it would lose them.
+func TestALeaseThatIsRenewedOutlivesAShorterTimeout(t *testing.T) {
+	t.Parallel()
+	clock, j := queuetest.NewClock(), &memJournal{}
+	f := newFixture(t, nil, &Options{Clock: clock, Journal: j})
+	f.put(1)
+	l := f.acquire(alice, 1)[0]
+	to := 2 * time.Second
+	mustConfigure(t, f.q, sluice.RunChange{VisibilityTimeout: &to})
+	for _, restart := range []bool{false, true} {
+		if restart {
+			f.reopened(j, Options{Clock: clock})
+		}
+		for range 4 {
+			clock.Advance(l.TimeLeft / 3)
+			r, err := f.q.Renew(bg, sluice.RenewRequest{Consumer: alice, Leases: []sluice.LeaseID{l.ID}})
+			if err != nil || r[0].Status != sluice.Renewed {
+				t.Fatalf("%+v, %v; want it renewed; after a restart: %v", r, err, restart)
+			}
+		}
 	}
 }
 

@@ -14,8 +14,8 @@
 //
 // # Order
 //
-// There are three lists of pending samples, served in this order: returned unused, waiting for the first try, to be tried again. Leases all
-// live equally long, so the order in which they run out is the order in which they were given or renewed, and a plain list serves as the timing structure. One
+// There are three lists of pending samples, served in this order: returned unused, waiting for the first try, to be tried again. Leases of one
+// timeout run out in the order in which they were given or renewed, so a plain list for each timeout that is in use serves as the timing structure. One
 // timer is armed, at the earliest deadline of whatever kind. A waiting acquire is handed its lease by whoever makes one available; nothing polls
 // and nobody wakes in vain.
 //

@@ -644,7 +644,8 @@ func (q *Queue) Renew(_ context.Context, r sluice.RenewRequest) ([]sluice.Settle
 }
 
 func (q *Queue) renew(l *lease) sluice.SettleResult {
+	life := max(l.line.timeout, q.cfg.VisibilityTimeout)
 	q.expiry.remove(l)
-	q.expiry.push(l, q.now, q.cfg.VisibilityTimeout)
+	q.expiry.push(l, q.now, life)
 	return sluice.SettleResult{Lease: l.id, Status: sluice.Renewed}
 }

@@ -255,7 +255,7 @@ func (q *Queue) recover(ctx context.Context, replayed bool) error {
 	out := q.expiry.all()
 	q.expiry = expiring{}
 	for _, l := range out {
-		q.expiry.push(l, tx.now, q.cfg.VisibilityTimeout)
+		q.expiry.push(l, tx.now, max(l.line.timeout, q.cfg.VisibilityTimeout))
 	}
 	for _, p := range q.producers {
 		p.seen = tx.now

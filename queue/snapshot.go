@@ -96,6 +96,7 @@ type leaseEntry struct {
 	Slot        int              `json:"slot,omitempty"`
 	Verdicts    []sluice.Verdict `json:"verdicts,omitempty"`
 	Reasons     []string         `json:"reasons,omitempty"`
+	Timeout     time.Duration    `json:"timeout,omitempty"` // unless it is the run's
 }
 
 type gonePuts struct {
@@ -288,6 +289,9 @@ func (q *Queue) snapshot() []any {
 		}
 		if g := l.group; g != nil {
 			st.Verdicts, st.Reasons = slices.Clone(g.verdicts), slices.Clone(g.reasons)
+		}
+		if l.line.timeout != q.cfg.VisibilityTimeout {
+			st.Timeout = l.line.timeout
 		}
 		leases.List = append(leases.List, st)
 		flushLeases(chunk - 1)
@@ -570,7 +574,10 @@ func (q *Queue) loadLeases(r *leasesState) error {
 			l.s.lease = l
 			q.out++
 		}
-		q.expiry.push(l, q.now, q.cfg.VisibilityTimeout)
+		if st.Timeout < 0 {
+			return corrupt("a lease with an impossible timeout")
+		}
+		q.expiry.push(l, q.now, cmp.Or(st.Timeout, q.cfg.VisibilityTimeout))
 		c.hold(l)
 		q.share(c).out++
 	}

@@ -233,7 +233,7 @@ func configureRunCommand(service *serviceFlags, stdout, stderr io.Writer, asJSON
 		},
 	}
 	f := c.Flags()
-	f.DurationVar(&timeout, "visibility-timeout", 0, "how long a lease lives that is given or renewed from now on")
+	f.DurationVar(&timeout, "visibility-timeout", 0, "how long a lease lives that is given from now on, or renewed if it had less")
 	f.Var(&high, "high-mark", "`size` at which producers pause")
 	f.Var(&low, "low-mark", "`size` at which they go on")
 	f.BoolVar(&reopen, "reopen", false, "take puts again; the run must be drained")

@@ -161,7 +161,7 @@ type Reshape struct {
 
 // Configure is the body of POST /v1/runs/{run}/configure: [sluice.RunChange]. What is left out stays.
 type Configure struct {
-	VisibilityTimeoutSeconds *Seconds `json:"visibility_timeout_seconds,omitempty" doc:"How long a lease lives that is given or renewed from now on."`
+	VisibilityTimeoutSeconds *Seconds `json:"visibility_timeout_seconds,omitempty" doc:"How long a lease lives that is given from now on, or renewed if it had less."`
 	HighWatermarkBytes       *int64   `json:"high_watermark_bytes,omitempty" doc:"Producers pause here: more than the low one, and at most the cap."`
 	LowWatermarkBytes        *int64   `json:"low_watermark_bytes,omitempty" doc:"And go on here: 0 or more."`
 	HighWatermarkSamples     *int64   `json:"high_watermark_samples,omitempty" doc:"The same for samples."`
