@@ -344,6 +344,9 @@ func (l *Loader) Next(ctx context.Context) (*Batch, error) {
 		l.mu.Unlock()
 	}()
 	for {
+		if ctx.Err() != nil { // also with batches made ahead: to hand one out, or to drop one that is lost, may take its time while the store is away
+			return nil, context.Cause(ctx)
+		}
 		l.mu.Lock()
 		if len(l.ready) == 0 {
 			l.wait(true) // before the permit, so that what is asked for it says so at once
