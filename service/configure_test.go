@@ -1,9 +1,11 @@
 package service
 
 import (
+	"context"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/internal/wire"
@@ -64,6 +66,43 @@ func TestARunThatSeveralConfigureAtOnceIsDescribedAsItIs(t *testing.T) {
 			t.Fatalf("leases live for %v s, and the timeout is described as %v s", is, want)
 		}
 		b.settle("r1", sluice.Ack, d.Leases...)
+	}
+}
+
+func TestARunThatIsBeingChangedCanBeDeleted(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	r, err := b.s.find("r1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.s.admin.Lock()
+	answered, deleted := make(chan answer, 1), make(chan error, 1)
+	go func() {
+		answered <- b.try("POST", "/v1/runs/r1/versions", wire.Versions{TargetVersions: []string{"2"}})
+	}()
+	b.poll("the change is in the run", func() bool {
+		if !r.life.TryLock() {
+			return true
+		}
+		r.life.Unlock()
+		return false
+	})
+	go func() {
+		defer b.s.admin.Unlock()
+		deleted <- b.s.delete(context.Background(), r)
+	}()
+	select {
+	case err := <-deleted:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("the deletion waits for the change, which waits for the deletion")
+	}
+	if a := <-answered; a.problem.Code != "not_found" {
+		t.Errorf("the change: %d %s, want not_found", a.status, a.body)
 	}
 }
 

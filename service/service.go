@@ -45,7 +45,7 @@ type Service struct {
 	err     error // of the first Close
 
 	// admin is held by who changes the list of runs, for the whole of the change.
-	admin    sync.Mutex
+	admin    turn
 	registry *registry
 
 	mu   sync.RWMutex // guards runs
@@ -81,7 +81,7 @@ func Open(ctx context.Context, o Options) (*Service, error) {
 	if err != nil {
 		host = "unknown"
 	}
-	s := &Service{opts: o, log: o.Logger, host: host, started: o.Clock.Now(), runs: map[string]*run{}, journals: o.Journals}
+	s := &Service{admin: make(turn, 1), opts: o, log: o.Logger, host: host, started: o.Clock.Now(), runs: map[string]*run{}, journals: o.Journals}
 	s.faults.fault = o.Fault
 	s.sessions.byID = map[string]*session{}
 	s.idle.over = make(chan struct{})
@@ -434,10 +434,25 @@ func (s *Service) create(ctx context.Context, spec *wire.RunSpec) (r *run, made 
 	return r, true, nil
 }
 
+// turn is a lock that one may wait for among other things.
+type turn chan struct{}
+
+func (t turn) Lock()   { t <- struct{}{} }
+func (t turn) Unlock() { <-t }
+
 // change changes a run's queue by edit, one caller at a time, and notes in the registry what edit made of the spec, also if the caller is gone by then: the queue has changed.
 func (s *Service) change(ctx context.Context, r *run, edit func(*wire.RunSpec) error) error {
-	s.admin.Lock()
-	defer s.admin.Unlock()
+	select { // the caller is in the run, and whoever deletes that has the turn and waits for all to leave
+	case s.admin <- struct{}{}:
+		defer s.admin.Unlock()
+	case <-r.ctx.Done():
+		if why := r.why.Load(); why != nil {
+			return why
+		}
+		return errStopping
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	now := *r.now.Load()
 	if err := edit(&now); err != nil {
 		return err
