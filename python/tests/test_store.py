@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -427,6 +429,35 @@ def test_a_killed_process_leaves_no_pin(client: sluice.Client, service: Service,
     (lease,) = run.queue.acquire(sluice.Consumer("next"), timeout=15).leases  # its lease comes back without running out
     run.queue.ack(sluice.Consumer("next"), lease)
     until(lambda: run.store.counters()["resident_samples"] == 0)
+
+
+FORKS_AND_DIES = """
+import os, signal, sys, time, sluice
+run = sluice.connect(sys.argv[1], run=sys.argv[2])
+(lease,) = run.queue.acquire(sluice.Consumer("dies"), timeout=5).leases
+if os.fork() == 0:
+    time.sleep(120)
+    os._exit(0)
+print("forked", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_parents_leases(client: sluice.Client, service: Service, run_id: str) -> None:
+    """The child has copies of all that its parent had open, the connection by which the service knows that the parent lives among them."""
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20, visibility_timeout=600)
+    run.queue.put(run.store.put("s", sample(), num_tokens=3))
+    program = [sys.executable, "-c", FORKS_AND_DIES, service.socket, run_id]
+    parent = subprocess.Popen(program, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, start_new_session=True)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"forked\n"
+        assert parent.wait(20) == -signal.SIGKILL
+        (lease,) = run.queue.acquire(sluice.Consumer("next"), timeout=20).leases
+        run.queue.ack(sluice.Consumer("next"), lease)
+        os.killpg(parent.pid, 0)  # the child is there still
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate(timeout=20)
 
 
 def _hold_for_ever(socket: str, run_id: str, ready: Any) -> None:
