@@ -518,6 +518,18 @@ def test_stats_are_the_same_flat_floats_without_a_loader_and_without_a_service(o
         assert (figures["service_up"], figures["pending"], figures["bottleneck"]) == (0.0, 1.0, -1.0)
 
 
+def test_the_time_that_the_trainer_waits_is_counted(run: sluice.Run) -> None:
+    loader = run.loader(batch=1, ack="step", prefetch=0)
+    begin = time.monotonic()
+    with pytest.raises(sluice.WaitTimeoutError):
+        loader.next(timeout=0.3)
+    took = time.monotonic() - begin
+    assert 0.3 <= run.stats()["wait_seconds"] <= took
+    fill(run, 1)
+    assert loader.next(timeout=20) is not None
+    assert 0 < run.stats()["fetch_seconds"] < run.stats()["wait_seconds"]
+
+
 @pytest.mark.parametrize(
     ("sentence", "number"), [("none: of 3s", 0), ("the target: consumers waited", 1), ("the trainer: producers", 2), ("balanced: x", 3), ("wedged: y", 4), ("something new", -1)]
 )
