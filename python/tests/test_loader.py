@@ -301,6 +301,8 @@ def test_what_was_made_ahead_and_ran_out_is_not_handed_out(client: sluice.Client
         counts = loader.counts()
         assert sorted(got) == [("s-1", 1), ("s-2", 1), ("s-3", 0)]
         assert (counts.dropped, counts.acked) == (2, 4)
+        figures = run.stats()
+        assert (figures["redelivered"], figures["acked"], figures["samples"], figures["held"]) == (2.0, 4.0, 4.0, 0.0)
         assert run.status()["acked"] == 4
 
 
