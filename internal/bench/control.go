@@ -45,7 +45,13 @@ func (b *bench) controlJobs(places []*place) []job {
 	}
 	for _, disk := range places[1:] {
 		jobs = append(jobs, job{name: "service: reserve-commit-acquire-settle, 16 callers, power, journal on disk, no bytes", unit: "cycles/s", floor: "the bare journal appends of the same cycles", in: disk, also: memory,
-			run: func(ctx context.Context) (float64, float64, error) { return b.controlPower(ctx, memory, disk) }})
+			run: func(ctx context.Context) (float64, float64, error) {
+				return b.controlPower(ctx, memory, disk, b.few(), 1)
+			}})
+		jobs = append(jobs, job{name: "service: the same by 64 a call, power, journal on disk, no bytes", unit: "cycles/s", floor: "the bare journal appends, one cycle at a time", in: disk, also: memory,
+			run: func(ctx context.Context) (float64, float64, error) {
+				return b.controlPower(ctx, memory, disk, b.many(), manyAtOne)
+			}})
 	}
 	return jobs
 }
@@ -426,11 +432,16 @@ func (b *bench) controlOne(ctx context.Context, at *place) (value, floor float64
 	return float64(n) / workS, float64(n) / floorS, err
 }
 
-func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float64, err error) {
-	few, many := b.few(), callers*manyAtOne
-	if !b.o.Quick {
-		many *= 4
+// many is how many cycles a turn of batched ones has.
+func (b *bench) many() int {
+	if b.o.Quick {
+		return callers * manyAtOne
 	}
+	return 4 * callers * manyAtOne
+}
+
+func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float64, err error) {
+	few, many := b.few(), b.many()
 	p, err := newPlant(ctx, at.folder.Path, at.folder.Path, dirstore.Process)
 	if err != nil {
 		return 0, 0, err
@@ -440,8 +451,9 @@ func (b *bench) controlMany(ctx context.Context, at *place) (value, floor float6
 	return float64(many) / workS, float64(few) / floorS, err
 }
 
-func (b *bench) controlPower(ctx context.Context, memory, disk *place) (value, floor float64, err error) {
-	n := b.few()
+// controlPower makes n cycles by so many a call; the floor writes what one cycle writes alone, as often, from as many callers.
+func (b *bench) controlPower(ctx context.Context, memory, disk *place, n, batch int) (value, floor float64, err error) {
+	few := b.few()
 	p, err := newPlant(ctx, memory.folder.Path, disk.folder.Path, dirstore.Power)
 	if err != nil {
 		return 0, 0, err
@@ -468,7 +480,7 @@ func (b *bench) controlPower(ctx context.Context, memory, disk *place) (value, f
 	}
 	records := p.taps.seen()
 	floorS, workS, err := b.turns(ctx, 31, timed(func(ctx context.Context) error {
-		return spread(ctx, n, 1, func(ctx context.Context, _, _, _ int) error {
+		return spread(ctx, few, 1, func(ctx context.Context, _, _, _ int) error {
 			for i := range records {
 				if err := bare.Append(ctx, records[i:i+1]); err != nil {
 					return err
@@ -476,8 +488,8 @@ func (b *bench) controlPower(ctx context.Context, memory, disk *place) (value, f
 			}
 			return nil
 		})
-	}), p.cycles(n, 1))
-	return float64(n) / workS, float64(n) / floorS, err
+	}), p.cycles(n, batch))
+	return float64(n) / workS, float64(few) / floorS, err
 }
 
 // controlWake measures from the call of commit to the answer of the acquire that waited for it.
