@@ -4,6 +4,7 @@ package dirstore
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"strings"
@@ -58,7 +59,7 @@ func (s *Store) Spare(ctx context.Context, staging *os.Root, name string, size i
 		err = uerr
 	}
 	switch {
-	case err == unix.EEXIST:
+	case errors.Is(err, unix.EEXIST):
 		return false, fail(sluice.Conflict, "spare", name, "there is a file of the name")
 	case err != nil:
 		return false, sysError("spare", name, "move the file", err)

@@ -91,7 +91,7 @@ func TestAFileThatSomebodyStillReadsIsNoSpare(t *testing.T) {
 	ref := mustPut(t, y.s, "old", 9, 300_000)
 	f, err := os.Open(y.s.samplePath("old")) // as a reader whose pin was lost
 	must(t, err)
-	defer f.Close() //nolint:errcheck // it was only read
+	defer f.Close()
 	must(t, unix.Flock(int(f.Fd()), unix.LOCK_SH|unix.LOCK_NB))
 	must(t, y.s.Abort(t.Context(), ref))
 	if y.s.Health().PoolBytes == 0 {
