@@ -24,6 +24,7 @@ from sluice.integrations.prompts import JsonLines, Refusal, Row
 
 torch = pytest.importorskip("torch")
 
+from sluice.integrations import transformers as module  # noqa: E402
 from sluice.integrations.transformers import Counts, TransformersProducer, default_aux_layers, main, target_fingerprint, tokenizer_fingerprint  # noqa: E402
 
 from .conftest import Service  # noqa: E402
@@ -478,6 +479,15 @@ def test_a_layer_that_does_not_run_once_is_a_fault(new_run: Callable[..., sluice
         model.skip = True
         with pytest.raises(sluice.TargetFaultError, match="layer 4 ran 0 times"):
             producer.produce(rows(5))
+
+
+def test_a_turn_that_does_not_come_is_an_error(new_run: Callable[..., sluice.Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run = CausalLM(), new_run()
+    with TransformersProducer(model, run, supervision="logits") as p:
+        monkeypatch.setattr(module, "_TURN_SECONDS", 0.1)
+        with module._turn(model), pytest.raises(sluice.UnavailableError, match=r"another forward of it has not ended for 0\.1 s"):
+            p.produce(rows(5, seed=1))
+        assert len(p.produce(rows(5, seed=1))) == 1
 
 
 def test_producers_that_share_a_model_take_turns(new_run: Callable[..., sluice.Run]) -> None:

@@ -166,7 +166,8 @@ class Run:
         self, *, visibility_timeout: float | None = None, high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None,
         low_watermark_samples: int | None = None, reopen: bool = False,
     ) -> None:
-        """Change what is given, for everybody: how long leases live (those that are out: from their next renewal on, if that is longer), the marks, and, with ``reopen``, whether a run that was closed and is drained takes puts again.
+        """Change what is given, for everybody: how long leases live (those that are out: from their next renewal on, if that is longer), the marks, and, with
+        ``reopen``, whether a run that was closed and is drained takes puts again.
 
         Raises InvalidError by field, ConflictError (it is not drained).
         """

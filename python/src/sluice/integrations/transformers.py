@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import dtypes
-from ..errors import FullError, InvalidError, SchemaError, SluiceError, TargetFaultError, UnsupportedError, WedgedError
+from ..errors import FullError, InvalidError, SchemaError, SluiceError, TargetFaultError, UnavailableError, UnsupportedError, WedgedError
 from ..producer import Producer
 from ..queue import MAX_BATCH, Position, Reservation
 from ..refs import FeatureAlgorithm, FeatureSpec, SampleRef
@@ -67,11 +67,19 @@ _NOT_ARITHMETIC = ("_name_or_path", "transformers_version", "use_cache", "output
 # One forward at a time a model, whoever asks: hooks would mix up batches otherwise.
 _turns: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _turns_lock = threading.Lock()
+_TURN_SECONDS = 600.0
 
 
-def _turn(model: Any) -> threading.Lock:
+@contextlib.contextmanager
+def _turn(model: Any) -> Iterator[None]:
     with _turns_lock:
-        return _turns.setdefault(model, threading.Lock())
+        lock = _turns.setdefault(model, threading.Lock())
+    if not lock.acquire(timeout=_TURN_SECONDS):
+        raise UnavailableError(f"another forward of it has not ended for {_TURN_SECONDS:g} s", op="forward", subject=_name(model))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def default_aux_layers(layers: int) -> tuple[int, int, int]:
