@@ -329,9 +329,12 @@ type Status struct {
 	ConsumerWaited   time.Duration `json:"consumer_waited"` // time in which at least one consumer waited for a sample, and not ahead of need
 	OldestLease      time.Duration `json:"oldest_lease"`    // age
 
-	Wedged    string           `json:"wedged,omitempty"` // says who waits for whom, with the numbers, when nothing can move
-	Consumers []ConsumerStatus `json:"consumers,omitempty"`
-	Producers []ProducerStatus `json:"producers,omitempty"`
+	Wedged string `json:"wedged,omitempty"` // says who waits for whom, with the numbers, when nothing can move
+	// MissingRanks are those of a run with windows that the others wait for: samples are dealt to them, and no consumer of theirs holds a lease, waits, or
+	// has been heard of within a visibility timeout. In order.
+	MissingRanks []int            `json:"missing_ranks,omitempty"`
+	Consumers    []ConsumerStatus `json:"consumers,omitempty"`
+	Producers    []ProducerStatus `json:"producers,omitempty"`
 }
 
 // ConsumerStatus describes one consumer in a Status.
@@ -356,12 +359,15 @@ type ProducerStatus struct {
 	LastSeen    time.Duration `json:"last_seen"` // ago
 }
 
-// Bottleneck says in a sentence which side the run waits for: none if neither has waited for a twentieth of the time.
+// Bottleneck says in a sentence which side the run waits for: none if neither has waited for a twentieth of the time. A rank that is missing now is named before any
+// sum of waits, since the run stands still until it comes.
 func (s *Status) Bottleneck() string {
 	p, c := s.ProducerPaused, s.ConsumerWaited
 	switch {
 	case s.Wedged != "":
 		return "wedged: " + s.Wedged
+	case len(s.MissingRanks) > 0:
+		return "a missing rank: no consumer asks for the samples of " + rankNames(s.MissingRanks) + ", and the others wait"
 	case max(p, c) < s.Elapsed/20 || p+c < 100*time.Millisecond:
 		return fmt.Sprintf("none: of %v, producers waited %v for room and consumers %v for samples", s.Elapsed.Round(time.Millisecond), p.Round(time.Millisecond), c.Round(time.Millisecond))
 	case p > 2*c:
@@ -370,4 +376,23 @@ func (s *Status) Bottleneck() string {
 		return fmt.Sprintf("the target: consumers waited %v for samples, producers %v for room", c.Round(time.Millisecond), p.Round(time.Millisecond))
 	}
 	return fmt.Sprintf("balanced: producers waited %v, consumers %v", p.Round(time.Millisecond), c.Round(time.Millisecond))
+}
+
+// rankNames names ranks, but no more than a sentence bears.
+func rankNames(ranks []int) string {
+	const most = 8
+	if len(ranks) == 1 {
+		return fmt.Sprintf("rank %d", ranks[0])
+	}
+	text := "ranks"
+	for i, r := range ranks[:min(len(ranks), most)] {
+		if i > 0 {
+			text += ","
+		}
+		text += fmt.Sprintf(" %d", r)
+	}
+	if more := len(ranks) - most; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
 }

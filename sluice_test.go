@@ -316,6 +316,10 @@ func TestBottleneckNamesTheSide(t *testing.T) {
 		{Status{}, "none"}, {Status{Elapsed: 100e9, ProducerPaused: 4e9, ConsumerWaited: 1e9}, "none: of 1m40s, producers waited 4s for room and consumers 1s for samples"},
 		{Status{Elapsed: 100e9, ProducerPaused: 6e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 5e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 1e9, ConsumerWaited: 5e9}, "the target"},
 		{Status{ProducerPaused: 2e9, ConsumerWaited: 2e9}, "balanced"}, {Status{Wedged: "all wait"}, "wedged: all wait"},
+		{Status{ProducerPaused: 2e9, ConsumerWaited: 2e9, MissingRanks: []int{1}}, "a missing rank: no consumer asks for the samples of rank 1, and the others wait"},
+		{Status{MissingRanks: []int{1, 3}}, "a missing rank: no consumer asks for the samples of ranks 1, 3, and the others wait"},
+		{Status{MissingRanks: []int{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}}, "a missing rank: no consumer asks for the samples of ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more, and"},
+		{Status{MissingRanks: []int{1}, Wedged: "all wait"}, "wedged: all wait"},
 	} {
 		if got := tc.s.Bottleneck(); !strings.HasPrefix(got, tc.want) {
 			t.Errorf("got %q, want %q", got, tc.want)

@@ -25,7 +25,7 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 		DeadTotal: c.DeadTotal, Dropped: c.Dropped, TailDropped: c.TailDropped, Gated: c.Gated, Stale: c.Stale,
 		TokensPut: c.TokensPut, TokensAcked: c.TokensAcked, BytesPut: c.BytesPut, BytesAcked: c.BytesAcked, WindowsOpened: c.Windows,
 		Health: health, Paused: gate.Paused, Starving: q.starving(), ProducersWaiting: q.pauseSum.n, ConsumersWaiting: q.waitSum.n,
-		ProducerPaused: q.pauseSum.total(q.now), ConsumerWaited: q.waitSum.total(q.now), Wedged: q.wedged,
+		ProducerPaused: q.pauseSum.total(q.now), ConsumerWaited: q.waitSum.total(q.now), Wedged: q.wedged, MissingRanks: q.missingRanks(),
 	}
 	if q.cause != nil {
 		s.Cause = q.cause.Error()
@@ -58,6 +58,25 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 	slices.SortFunc(s.Consumers, func(a, b sluice.ConsumerStatus) int { return cmp.Compare(a.Name, b.Name) })
 	slices.SortFunc(s.Producers, func(a, b sluice.ProducerStatus) int { return cmp.Compare(a.Name, b.Name) })
 	return s, nil
+}
+
+// missingRanks are those that the others wait for: places are dealt to them that nobody takes. It is no wedge, since they may be starting up.
+func (q *Queue) missingRanks() (missing []int) {
+	if !q.windows.on || q.pauseSum.n == 0 && !q.anyoneHungry() {
+		return nil
+	}
+	present := make([]bool, len(q.shares))
+	for _, c := range q.consumers {
+		if !c.left && c.rank < len(present) && (c.held > 0 || c.waiting > 0 || q.now-c.seen < int64(q.cfg.VisibilityTimeout)) {
+			present[c.rank] = true
+		}
+	}
+	for rank := range q.shares {
+		if sl := q.shares[rank].slots.head; sl != nil && sl.w.number <= q.windows.dealing && !present[rank] {
+			missing = append(missing, rank)
+		}
+	}
+	return missing
 }
 
 func sortTaken(all []sluice.Taken) {

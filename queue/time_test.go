@@ -736,3 +736,49 @@ func TestNoWakeUpIsLost(t *testing.T) {
 		}
 	})
 }
+
+// Windows are dealt to all ranks alike, so that one that nobody started stops the others, and producers, without a wedge.
+func TestStatusNamesTheRanksThatTheOthersWaitFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, func(c *sluice.RunConfig) {
+			c.LargestSample, c.Windows, c.VisibilityTimeout = 100, &sluice.Windows{Ranks: 3, PerRank: 1}, time.Minute
+		}, nil)
+		want := func(when string, ranks ...int) {
+			t.Helper()
+			s, err := f.q.Status(bg)
+			if err != nil || !slices.Equal(s.MissingRanks, ranks) || strings.HasPrefix(s.Bottleneck(), "a missing rank") != (len(ranks) > 0) {
+				t.Errorf("%s: missing are %v (%q, %v), want %v", when, s.MissingRanks, s.Bottleneck(), err, ranks)
+			}
+		}
+		zero, one, two := sluice.Consumer{Name: "zero"}, sluice.Consumer{Name: "one", Rank: 1}, sluice.Consumer{Name: "two", Rank: 2}
+		f.put(3)
+		want("nobody waits")
+		f.settle(zero, sluice.Ack, f.acquire(zero, 1)...)
+		next := f.wait(zero)
+		want("rank 0 waits, the others were never there", 1, 2)
+		held := f.acquire(one, 1)
+		want("rank 1 holds its place", 2)
+		f.settle(one, sluice.Ack, held...)
+		f.settle(two, sluice.Ack, f.acquire(two, 1)...)
+		want("rank 2 came")
+		f.put(3)
+		if err := <-next; err != nil {
+			t.Fatal(err)
+		}
+		f.settle(zero, sluice.Ack, f.leasesOf("zero")...)
+		next = f.wait(zero)
+		want("ranks 1 and 2 were here just now")
+		time.Sleep(30 * time.Second)
+		if _, err := f.q.Acquire(bg, sluice.AcquireRequest{Consumer: two, Max: 1}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(45 * time.Second)
+		want("rank 1 was silent for as long as a lease lasts; rank 2 holds one", 1)
+		if err := f.q.Leave(bg, two); err != nil {
+			t.Fatal(err)
+		}
+		want("rank 2 has left", 1, 2)
+		f.q.Stop(bg)
+		<-next
+	})
+}

@@ -348,6 +348,7 @@ func (m *mill) state() string {
 	for i := range st.Runs {
 		r := &st.Runs[i]
 		r.ElapsedSeconds, r.ProducerPausedSeconds, r.ConsumerWaitedSeconds, r.OldestLeaseSeconds, r.Bottleneck, r.Stale, r.Wedged, r.Starving = 0, 0, 0, 0, "", 0, "", false
+		r.MissingRanks = nil
 		for k := range r.Consumers {
 			r.Consumers[k].LastSeenSeconds = 0
 		}

@@ -48,10 +48,11 @@ type Status struct {
 	ConsumerWaitedSeconds Seconds `json:"consumer_waited_seconds"`
 	OldestLeaseSeconds    Seconds `json:"oldest_lease_seconds"`
 
-	Wedged     string           `json:"wedged,omitempty" doc:"Who waits for whom, with the numbers, when nothing can move."`
-	Bottleneck string           `json:"bottleneck" doc:"Which side the run waits for, in a sentence."`
-	Consumers  []ConsumerStatus `json:"consumers"`
-	Producers  []ProducerStatus `json:"producers"`
+	Wedged       string           `json:"wedged,omitempty" doc:"Who waits for whom, with the numbers, when nothing can move."`
+	MissingRanks []int            `json:"missing_ranks,omitempty" doc:"Ranks that the others wait for: samples are dealt to them, and no consumer of theirs holds a lease, waits, or has been heard of within a visibility timeout."`
+	Bottleneck   string           `json:"bottleneck" doc:"Which side the run waits for, in a sentence. It begins with none, the target, the trainer, balanced, wedged or a missing rank, and a colon."`
+	Consumers    []ConsumerStatus `json:"consumers"`
+	Producers    []ProducerStatus `json:"producers"`
 }
 
 // ConsumerStatus is [sluice.ConsumerStatus].
@@ -84,7 +85,7 @@ func StatusOf(s *sluice.Status) Status {
 		DeadTotal: s.DeadTotal, Dropped: s.Dropped, TailDropped: s.TailDropped, Gated: s.Gated, Stale: s.Stale, TokensPut: s.TokensPut, TokensAcked: s.TokensAcked,
 		BytesPut: s.BytesPut, BytesAcked: s.BytesAcked, WindowsOpened: s.WindowsOpened, Health: s.Health, ElapsedSeconds: SecondsOf(s.Elapsed), Paused: s.Paused,
 		Starving: s.Starving, ProducersWaiting: s.ProducersWaiting, ConsumersWaiting: s.ConsumersWaiting, ProducerPausedSeconds: SecondsOf(s.ProducerPaused),
-		ConsumerWaitedSeconds: SecondsOf(s.ConsumerWaited), OldestLeaseSeconds: SecondsOf(s.OldestLease), Wedged: s.Wedged, Bottleneck: s.Bottleneck(),
+		ConsumerWaitedSeconds: SecondsOf(s.ConsumerWaited), OldestLeaseSeconds: SecondsOf(s.OldestLease), Wedged: s.Wedged, MissingRanks: s.MissingRanks, Bottleneck: s.Bottleneck(),
 		Consumers: make([]ConsumerStatus, 0, len(s.Consumers)), Producers: make([]ProducerStatus, 0, len(s.Producers)),
 	}
 	for i := range s.Consumers {
@@ -106,7 +107,7 @@ func (w *Status) Domain() sluice.Status {
 		DeadTotal: w.DeadTotal, Dropped: w.Dropped, TailDropped: w.TailDropped, Gated: w.Gated, Stale: w.Stale, TokensPut: w.TokensPut, TokensAcked: w.TokensAcked,
 		BytesPut: w.BytesPut, BytesAcked: w.BytesAcked, WindowsOpened: w.WindowsOpened, Health: w.Health, Elapsed: w.ElapsedSeconds.Duration(), Paused: w.Paused,
 		Starving: w.Starving, ProducersWaiting: w.ProducersWaiting, ConsumersWaiting: w.ConsumersWaiting, ProducerPaused: w.ProducerPausedSeconds.Duration(),
-		ConsumerWaited: w.ConsumerWaitedSeconds.Duration(), OldestLease: w.OldestLeaseSeconds.Duration(), Wedged: w.Wedged,
+		ConsumerWaited: w.ConsumerWaitedSeconds.Duration(), OldestLease: w.OldestLeaseSeconds.Duration(), Wedged: w.Wedged, MissingRanks: w.MissingRanks,
 	}
 	for _, c := range w.Consumers {
 		s.Consumers = append(s.Consumers, sluice.ConsumerStatus{Name: c.Name, Incarnation: c.Incarnation, Rank: c.Rank, Leases: c.Leases, LeasedBytes: c.LeasedBytes, Waiting: c.Waiting, Delivered: c.Delivered, Acked: c.Acked, LastSeen: c.LastSeenSeconds.Duration()})

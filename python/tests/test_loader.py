@@ -533,7 +533,7 @@ def test_the_time_that_the_trainer_waits_is_counted(run: sluice.Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sentence", "number"), [("none: of 3s", 0), ("the target: consumers waited", 1), ("the trainer: producers", 2), ("balanced: x", 3), ("wedged: y", 4), ("something new", -1)]
+    ("sentence", "number"), [("none: of 3s", 0), ("the target: consumers waited", 1), ("the trainer: producers", 2), ("balanced: x", 3), ("wedged: y", 4), ("a missing rank: z", 5), ("some", -1)]
 )
 def test_a_bottleneck_has_a_number(sentence: str, number: float) -> None:
     assert bottleneck_number(sentence) == number

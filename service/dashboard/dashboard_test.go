@@ -67,7 +67,7 @@ func newFake() *fakeService {
 		Runs: []wire.Status{{
 			RunID: "llama-eagle3", Pending: 40, Outstanding: 12, Put: 90412, Acked: 90360, Delivered: 90400, Redelivered: 28, Dead: 2, DeadTotal: 2, TokensPut: 180e6, TokensAcked: 179e6, BytesPut: 6e12, BytesAcked: 5.9e12,
 			Health:         sluice.Health{ResidentBytes: 3 * gib, ResidentSamples: 54, ReservedBytes: gib / 2, DeadBytes: gib / 8, DeadSamples: 2, Caps: caps},
-			ElapsedSeconds: 7200, ProducersWaiting: 1, ConsumersWaiting: 0, OldestLeaseSeconds: 3, Bottleneck: "the trainer: producers waited 3m0s for room, consumers 2s for samples",
+			ElapsedSeconds: 7200, ProducersWaiting: 1, ConsumersWaiting: 0, OldestLeaseSeconds: 3, Bottleneck: "the trainer: producers waited 3m0s for room, consumers 2s for samples", MissingRanks: []int{3},
 			Producers: []wire.ProducerStatus{{Name: "h100-0", State: sluice.ProducerRunning, Put: 45000, LastSeenSeconds: 0.2}, {Name: "h100-1", State: sluice.ProducerRunning, Put: 45412, LastSeenSeconds: 0.4}},
 			Consumers: []wire.ConsumerStatus{{Name: "trainer-0", Leases: 6, LeasedBytes: 400 << 20, Acked: 45180, LastSeenSeconds: 0.1}, {Name: "trainer-1", Rank: 1, Leases: 6, LeasedBytes: 400 << 20, Acked: 45180, LastSeenSeconds: 0.1}},
 		}, {
@@ -249,7 +249,7 @@ func TestThePageShowsTheRuns(t *testing.T) {
 			text := says[string](p, `document.body.innerText + " " + [...document.querySelectorAll("svg text")].map((t) => t.textContent).join(" ")`)
 			for _, want := range []string{
 				"llama-eagle3", "Bottleneck: the trainer: producers waited 3m0s", "Nothing can move: consumer trainer-0 holds 96 leases", "3.5 GiB of 8.0 GiB", "high 6.0 GiB", "low 2.0 GiB",
-				"1 producer waits for room", "h100-1", "trainer-1", "2 dead letters", "llama-eagle3-0-17", "the lease ran out", evil, "trainer-7", "gate shut", "being-opened", "its journal failed",
+				"1 producer waits for room", "h100-1", "no consumer of rank 3", "trainer-1", "2 dead letters", "llama-eagle3-0-17", "the lease ran out", evil, "trainer-7", "gate shut", "being-opened", "its journal failed",
 			} {
 				if !strings.Contains(text, want) {
 					t.Errorf("the page does not say %q", want)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 STATUS_SECONDS = 2.0
 """How long figures wait for a service that does not answer."""
-BOTTLENECKS = ("none", "the target", "the trainer", "balanced", "wedged")
-"""What the figure "bottleneck" counts: 0 nobody waits, 1 consumers wait for the target's samples, 2 producers wait for the trainer, 3 both wait alike, 4 nothing can move. -1: not known."""
+BOTTLENECKS = ("none", "the target", "the trainer", "balanced", "wedged", "a missing rank")
+"""What the figure "bottleneck" counts: 0 nobody waits, 1 consumers wait for the target's samples, 2 producers wait for the trainer, 3 both wait alike, 4 nothing can move, 5 a
+data-parallel rank has no consumer and the others wait. -1: not known."""
 _RATE_SECONDS = 1.0  # over less than that a rate is noise
 
 
