@@ -229,13 +229,19 @@ func (s *store) stage(ctx context.Context, ref sluice.Ref, layout *safetensors.L
 	ctx, cancel := outlive(ctx)
 	defer cancel()
 	attempts, err := s.c.do(ctx, call{method: http.MethodPost, path: s.path("/stage"), in: &wire.Stage{File: name, SampleID: ref.SampleID(), Reservation: r.ID, Fields: fieldsOf(ref)}})
-	return s.echo(ctx, ref, attempts, err)
+	err = s.echo(ctx, ref, attempts, err)
+	if attempts > 1 && errors.Is(err, sluice.ErrNotFound) {
+		// A service that ends while it takes the file takes it along.
+		return &sluice.Error{Kind: sluice.Unavailable, Op: "client: put", Subject: ref.SampleID(), Detail: "the service went away while it took the file, and now it says: " + err.Error(), Hint: "put the sample again"}
+	}
+	return err
 }
 
 // spareFrom is the size from which it is worth a call to ask for a file whose pages are there.
 const spareFrom = 4 << 20
 
 // stagingFile opens a file to write a sample into: a freed one's that the service spares, which takes half the time to write, or a fresh one.
+// A spare whose name did not arrive here, or that was not staged, stays there until the service sweeps it by its age, after ten minutes.
 func (s *store) stagingFile(ctx context.Context, size int64) (f *os.File, name string, err error) {
 	if size >= spareFrom {
 		var out wire.Spared
