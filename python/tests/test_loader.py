@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 import sluice
@@ -21,7 +23,7 @@ from sluice.stats import bottleneck_number
 from sluice.transport import Cancel, Cancelled
 
 from .conftest import ROOT, Service
-from .samples import fill, ids, put, tensors, wait_until
+from .samples import ATTRIBUTES, fill, ids, put, tensors, wait_until
 
 
 @pytest.fixture
@@ -135,6 +137,43 @@ def test_a_loop_left_by_break_gives_everything_back_when_the_loader_is_gone(run:
     wait_until(lambda: run.status()["outstanding"] == 0, "the leases to be back")
     status = run.status()
     assert (status["acked"], status["pending"], status["returned"] > 0, status["failed"]) == (0, 8, True, 0)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What is freed is freed since nobody refers to it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("error", [sluice.SchemaError, sluice.StaleError, sluice.TargetFaultError, sluice.WaitTimeoutError])
+def test_a_loop_left_by_an_error_gives_everything_back_when_the_loader_is_gone(run: sluice.Run, error: type[sluice.SluiceError]) -> None:
+    if error is sluice.SchemaError:  # one dtype, and then another
+        half = {name: t.astype(np.float16) if t.dtype == np.float32 else t for name, t in tensors(0).items()}
+        run.queue.put(run.store.put("s-0", half, attributes=ATTRIBUTES))
+        fill(run, 11, start=1, close=False)
+    else:
+        fill(run, 4, close=False)
+    if error is sluice.TargetFaultError:
+        run.queue.close("the target broke")
+    loader = run.loader(batch=4, consumer="c", timeout=0.2 if error is sluice.WaitTimeoutError else 20)
+    gone = weakref.ref(loader)
+    newer: list[sluice.Lease] = []
+    try:
+        for _ in loader:
+            if error is sluice.StaleError:
+                newer += run.queue.acquire(sluice.Consumer("c", 1), max=4, timeout=5.0).leases
+    except error:
+        pass
+    else:
+        raise AssertionError("it ended in order")
+    del loader
+    assert gone() is None
+    if error in (sluice.SchemaError, sluice.WaitTimeoutError):
+        wait_until(lambda: run.status()["outstanding"] == 0, "the leases to be back")
 
 
 def test_closing_the_run_gives_back_what_a_loop_left(client: sluice.Client, run_id: str) -> None:

@@ -999,6 +999,19 @@ def test_a_lease_is_renewed_while_the_trainer_has_its_batch(store: LocalFeatureS
         next(loader)
 
 
+def test_a_lease_is_renewed_by_the_time_that_it_was_given(store: LocalFeatureStore) -> None:
+    short = filled(store, 2, visibility_timeout=VisibilityTimeout(0.6))
+    loader = FeatureDataLoader(short, store)
+    next(loader)
+    short._vt = VisibilityTimeout(600.0)  # as a queue has it that was configured anew since
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert short.outstanding_count() == 1
+        time.sleep(0.05)
+    assert short._queue.status()["expired"] == 0
+    loader.close()
+
+
 def test_a_loader_that_is_dropped_leaves_no_thread_and_its_lease_runs_out(store: LocalFeatureStore) -> None:
     queue = filled(store, 1, visibility_timeout=VisibilityTimeout(0.3))
     loader = FeatureDataLoader(queue, store)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -469,9 +470,12 @@ class SampleRefQueue:
         delivery = self._queue.acquire(consumer, timeout=seconds)
         if delivery.leases:
             return delivery.leases[0], False
-        if delivery.cause is not None:
-            raise delivery.cause from self._cause
-        return None, delivery.end
+        try:
+            if delivery.cause is not None:
+                raise delivery.cause from self._cause
+            return None, delivery.end
+        finally:
+            del delivery  # the error's traceback has this frame, which must not have the error in turn
 
     def ack(self, lease: Lease) -> None:
         """The sample was consumed: its bytes go when its handles are released. The ack of a lease that ran out changes nothing and is logged."""
@@ -525,7 +529,8 @@ class LeaseKeeper:
 
     def __init__(self, queue: SampleRefQueue) -> None:
         self._queue = queue
-        self._held: dict[int, tuple[weakref.ref[Any], Lease, float]] = {}
+        self._held: dict[int, tuple[weakref.ref[Any], Lease, float, float]] = {}  # what it was handed out as, when, and a third of the time that it was given, in seconds
+        self._every = math.inf  # how long the thread waits now
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -533,12 +538,15 @@ class LeaseKeeper:
 
     def keep(self, held: Any, lease: Lease) -> None:
         """Renew a lease while ``held`` lives, which may be the lease itself."""
-        wake = self._wake
+        wake, now = self._wake, time.monotonic()
+        third = max(lease.deadline - now, 0.01) / 3
         with self._lock:
-            self._held[lease.lease_id] = (weakref.ref(held, lambda _: wake.set()), dataclasses.replace(lease), time.monotonic())
+            self._held[lease.lease_id] = (weakref.ref(held, lambda _: wake.set()), dataclasses.replace(lease), now, third)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sluice-renewer", daemon=True)
                 self._thread.start()
+            elif third < self._every:
+                wake.set()
 
     def drop(self, lease_id: int) -> None:
         """It is settled."""
@@ -563,15 +571,18 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(self._queue._vt.seconds / 3)
+            with self._lock:
+                # A lease may have been given less than the queue gives now, and a renewal gives it as much again.
+                self._every = min((third for *_, third in self._held.values()), default=self._queue._vt.seconds / 3)
+            self._wake.wait(self._every)
             self._wake.clear()
             now = time.monotonic()
             with self._lock:
                 self._held = {i: h for i, h in self._held.items() if h[0]() is not None and now - h[2] < _IDLE_RENEWAL_SECONDS}
                 if not self._held:
-                    self._thread = None
+                    self._thread, self._every = None, math.inf
                     return
-                leases = [lease for _, lease, _ in self._held.values()]
+                leases = [lease for _, lease, *_ in self._held.values()]
             for lease in leases:
                 if not self._renew(lease):
                     self.drop(lease.lease_id)

@@ -6,6 +6,7 @@ has any more gives its leases back.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -169,7 +170,7 @@ class Stream:
         self._recall: Cancel | None = None  # ends the acquire that is out: what it says of waiting is no longer so
         self._moves = 0  # times that leases ended: an end that was seen before may be none since
         self.closing = False
-        self._fatal: BaseException | None = None  # why nothing more is acquired
+        self._fatal: SluiceError | None = None  # why nothing more is acquired; never raised itself, since it would keep the frames that it went through, and the loader with them
         self._counts = Counts()
 
     # -- calls of the trainer ------------------------------------------------------------------------------------------
@@ -206,8 +207,13 @@ class Stream:
     def _closed(self) -> ClosedError:
         return ClosedError("was closed", op="loader", subject=self.consumer.name)
 
+    def _why_ended(self) -> SluiceError:
+        """An error to raise, of its own each time."""
+        return self._closed() if self._fatal is None else copy.copy(self._fatal)
+
     def next(self, timeout: float | None) -> Batch | None:
         """The next batch; None is the end."""
+        made: _Made | None = None
         with self._entered():
             if not self._threads:
                 self._start()
@@ -235,6 +241,7 @@ class Stream:
                     assert made.error is not None
                     raise made.error
             finally:
+                made = None  # an error's traceback has this frame, and with it the loader: it must not have the error in turn
                 with self._cv:
                     self._wait(False)
                     self._counts.wait_seconds += time.monotonic() - begin
@@ -263,7 +270,7 @@ class Stream:
                 if self.closing:
                     raise self._closed()
                 if not self._threads[0].is_alive():
-                    raise self._fatal or self._closed()
+                    raise self._why_ended()
                 self._wait(True)
                 left = _LOOK_SECONDS if until is None else min(_LOOK_SECONDS, until - time.monotonic())
                 if left <= 0:
@@ -550,13 +557,13 @@ class Stream:
         if stale:
             log.warning("run %s: %d leases of %s had run out or were taken over before their %s; their samples come again", self.run_id, stale, self.consumer.name, verdict)
 
-    def _taken_over(self, error: BaseException) -> None:
+    def _taken_over(self, error: StaleError) -> None:
         """Forget all leases: a newer incarnation of the consumer has them."""
         with self._cv:
             lost = len(self._held)
             self._counts.lost += lost
             self._held.clear()
-            self._fatal = error
+            self._fatal = copy.copy(error)
         if lost:
             log.warning("run %s: %d leases of %s were taken over: %s", self.run_id, lost, self.consumer.name, error)
 
@@ -569,7 +576,7 @@ class Stream:
                 while not self._permits and not self._stopping():
                     self._cv.wait(_LOOK_SECONDS)
                 if self._stopping():
-                    self._fatal = self._fatal or self._closed()
+                    self._fatal = self._why_ended()
                     self._cv.notify_all()
                     return
                 self._permits -= 1
@@ -640,7 +647,7 @@ class Stream:
                     f"is {have!r:.80} in the sample {ref.sample_id!r}, and {want!r:.80} in the state that was loaded; both are of target_model_version {self.version!r}", op="loader", subject=name,
                 )
                 with self._cv:
-                    self._fatal = error
+                    self._fatal = copy.copy(error)
                 self._settle([x.lease_id for x in leases], "return")
                 raise error
         self._expected = False
@@ -687,7 +694,7 @@ class Stream:
         while True:
             with self._cv:
                 if self._fatal is not None:
-                    return (), _Made(error=self._fatal)
+                    return (), _Made(error=self._why_ended())
                 if self._stopping():
                     return (), _Made(error=self._closed())
                 moves, ahead = self._moves, not self._waiting

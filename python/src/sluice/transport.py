@@ -298,9 +298,9 @@ class Transport:
         ends = [c for c in (cancel, None if last else self._end) if c is not None]
         s, kept = self._connection(timeout, ends)
         response: http.client.HTTPResponse | None = None
+        refused: OSError | None = None
         whole = False
         try:
-            refused: OSError | None = None
             try:
                 try:
                     s.sendall(message)
@@ -313,8 +313,7 @@ class Transport:
                 response.begin()
             except (OSError, http.client.HTTPException) as e:
                 # A kept connection may have been closed by the other side while nobody used it: then nobody is spared by waiting.
-                why = refused or e
-                raise Lost(why, at_once=kept and isinstance(why, (BrokenPipeError, ConnectionResetError))) from e
+                raise Lost(refused or e, at_once=kept and isinstance(refused or e, (BrokenPipeError, ConnectionResetError))) from e
             try:
                 yield response
             except SluiceError:
@@ -324,6 +323,7 @@ class Transport:
                 raise Lost(e) from e
             whole = refused is None
         finally:
+            refused = None  # its traceback has this frame, which must not have it in turn: the two would keep the caller's frames
             for c in ends:
                 c._remove(s)
             whole = whole and response is not None and response.isclosed() and not response.will_close and not any(c.cancelled for c in ends)
@@ -368,7 +368,10 @@ class Transport:
                 if not isinstance(e, OSError):
                     raise
                 broken = e
-        raise Lost(broken) from broken
+        try:
+            raise Lost(broken) from broken
+        finally:
+            del broken  # its traceback has this frame
 
     def _connect(self, s: _Socket | _TLSSocket, address: Any, until: float, ends: list[Cancel]) -> _Socket | _TLSSocket:
         for c in ends:
@@ -549,6 +552,7 @@ def read_json(response: http.client.HTTPResponse) -> Any:
 
 def refuse(response: http.client.HTTPResponse, data: bytes, kind: str) -> None:
     """Raise what a response with a status other than 2xx means."""
+    error: SluiceError | None = None
     if kind == "application/problem+json":
         try:
             problem = json.loads(data)
@@ -556,13 +560,15 @@ def refuse(response: http.client.HTTPResponse, data: bytes, kind: str) -> None:
             problem = None
         if isinstance(problem, dict) and problem.get("code"):
             error = from_problem(problem)
-            if error.code in ("unavailable", "busy", "timeout"):
-                raise Lost(error)
-            raise error
-    error = _no_service(response, "no problem document")
-    if response.status in _AWAY:
-        raise Lost(error)
-    raise error
+    try:
+        if error is None:
+            error = _no_service(response, "no problem document")
+            away = response.status in _AWAY
+        else:
+            away = error.code in ("unavailable", "busy", "timeout")
+        raise Lost(error) if away else error
+    finally:
+        del error  # its traceback has this frame, which must not have it in turn: the two would keep the caller's frames
 
 
 def _no_service(response: http.client.HTTPResponse, what: str) -> UnavailableError:
