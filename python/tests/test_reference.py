@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -1023,6 +1024,63 @@ def test_a_loader_that_is_dropped_leaves_no_thread_and_its_lease_runs_out(store:
     renewer.join(PATIENCE)
     assert not renewer.is_alive()
     assert lease_of(queue).redelivery_count == 1
+
+
+# -- services that die -----------------------------------------------------------------------------------------------------
+
+
+def kill(store: Any) -> int:
+    pid = int(store._client.status()["pid"])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def test_everything_fails_at_once_when_the_service_of_a_local_store_has_died() -> None:
+    store = LocalFeatureStore()
+    queue = filled(store, 3)
+    loader = FeatureDataLoader(queue, store)
+    next(loader)
+    _, waits = thread(lambda: list(store._run.loader(batch=4, collate="pad", patience=600.0)))
+    begin = time.monotonic()
+    pid = kill(store)
+    for work in (lambda: next(loader), lambda: put(store, 7), lambda: store.health(), lambda: queue.acquire(5.0)):
+        with pytest.raises(sluice.UnavailableError, match=f"the private service has died: process {pid}"):
+            work()
+    wait_until(lambda: waits, "the loader to fail", PATIENCE)
+    assert isinstance(waits[0], sluice.SluiceError)
+    store.close()
+    assert time.monotonic() - begin < 10
+    again = LocalFeatureStore()  # a new one begins anew
+    assert use(again, filled(again, 1)) == "s0"
+    again.close()
+
+
+def test_the_service_of_a_directory_that_dies_is_started_anew(tmp_path: Path) -> None:
+    store, other = SharedDirFeatureStore(str(tmp_path)), SharedDirFeatureStore(str(tmp_path))
+    queue = filled(store, 2, close=False)
+    begin = time.monotonic()
+    for i in range(2, 4):
+        pid = kill(store)
+        queue.put(put(store, i))
+        assert store._client.status()["pid"] == other._client.status()["pid"] != pid
+    queue.close()
+    assert [use(other, queue) for _ in range(4)] == ["s0", "s1", "s2", "s3"]
+    assert time.monotonic() - begin < 20
+    store.close()
+    other.close()
+
+
+def test_a_service_that_can_not_be_started_anew_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SharedDirFeatureStore(str(tmp_path))
+    with monkeypatch.context() as m:
+        m.setenv("SLUICE_BINARY", str(tmp_path / "none"))
+        pid = kill(store)
+        with pytest.raises(sluice.UnavailableError, match=f"process {pid}.*Another one can't be started: .*none"):
+            put(store)
+    store.close()
+    with_one = SharedDirFeatureStore(str(tmp_path))  # and the directory is as good as before
+    put(with_one)
+    with_one.close()
 
 
 # -- processes -------------------------------------------------------------------------------------------------------------

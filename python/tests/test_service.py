@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,6 +288,35 @@ def test_a_service_that_died_is_told_of(caplog: pytest.LogCaptureFixture) -> Non
     assert os.path.exists(client.endpoint.log)
     with sluice.local():  # and what it left is removed by the next one
         assert not os.path.exists(client.endpoint.folder)
+
+
+def test_calls_fail_at_once_when_a_local_service_has_died() -> None:
+    with sluice.local() as client:
+        run = client.create_run("r", mixed=True, max_samples=4)
+        waits: list[BaseException] = []
+
+        def acquire() -> None:
+            try:
+                run.queue.acquire(sluice.Consumer("c"), timeout=600.0)
+            except BaseException as e:
+                waits.append(e)
+
+        waiting = threading.Thread(target=acquire)
+        waiting.start()
+        until(lambda: bool(client.status()["runs"][0]["consumers"]), "nobody waits")
+        begin = time.monotonic()
+        os.kill(client.endpoint.pid, signal.SIGKILL)
+        waiting.join(PATIENCE)
+        for _ in range(3):
+            with pytest.raises(sluice.UnavailableError, match=f"the private service has died: process {client.endpoint.pid}; {client.endpoint.log} is what it said"):
+                client.status()
+        assert [type(e) for e in waits] == [sluice.UnavailableError]
+        assert client._t._holder is not None
+        client._t._holder.join(PATIENCE)
+        assert not client._t._holder.is_alive()
+    assert time.monotonic() - begin < 10
+    with sluice.local():  # which removes what it left
+        pass
 
 
 @pytest.mark.parametrize("squat", ["mode", "link", "file"])

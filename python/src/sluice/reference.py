@@ -168,8 +168,13 @@ class _PrivateStore(ServiceFeatureStore):
 
     def __init__(self, max_samples: int | None, max_bytes: int | None, high_watermark_bytes: int | None, low_watermark_bytes: int | None, *, directory: str | None, run_id: str) -> None:
         caps = _caps(type(self).__name__, max_samples, max_bytes, high_watermark_bytes, low_watermark_bytes)
-        with service.private(directory, idle=service.IDLE_SECONDS) as endpoint:
+        def start() -> service.Endpoint:
+            return service.private(directory, idle=service.IDLE_SECONDS)
+
+        with start() as endpoint:
             self._client = Client(endpoint.url)
+            # What is in a directory is there for another service; what was in memory is gone.
+            service.watch(self._client, endpoint, start if directory is not None else None)
         try:
             self._adopt(self._open(run_id, caps, endpoint.binary is not None))
         except BaseException:
@@ -593,7 +598,7 @@ class LeaseKeeper:
                 return True
         except UnavailableError as e:
             log.warning("the lease of %s could not be renewed: %s", lease.ref.sample_id, e)
-            return True
+            return not self._queue._run.client._t.dead
         except (ClosedError, NotFoundError, StaleError):
             return False
         with self._lock:
@@ -1008,9 +1013,9 @@ class FeatureDataLoader:
         return self
 
     def __next__(self) -> Eagle3TargetBatch:
-        self._release_pending()
         self._queue._mine.names.add(self._consumer.name)
         try:
+            self._release_pending()
             while not self._closed:
                 lease, end = self._queue._deliver(self._consumer, self._poll)
                 if lease is not None:

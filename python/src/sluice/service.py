@@ -19,13 +19,15 @@ import stat
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from . import binary
 from .client import Client
-from .errors import CorruptError, DeniedError, InvalidError, UnavailableError
+from .errors import CorruptError, DeniedError, InvalidError, SluiceError, UnavailableError
 from .transport import new_id
 
 log = logging.getLogger("sluice")
@@ -76,6 +78,38 @@ class Endpoint:
         self.close()
 
 
+def watch(client: Client, endpoint: Endpoint, again: Callable[[], Endpoint] | None = None) -> None:
+    """Let a client know of the death of its private service, for which it would wait otherwise: its calls fail at once. With ``again`` they wait for the service that this starts or joins instead."""
+    transport, there = client._t, endpoint
+
+    def gone() -> str | None:
+        nonlocal there
+        if _lives(there.pid):
+            return None
+        died = f"the private service has died: process {there.pid}; {there.log} is what it said"
+        if again is None:
+            return died
+        log.warning("%s; another one is started", died)
+        try:
+            with again() as there:  # it waits for the session for as long as it does after a last one; if that was too short, this is asked again
+                transport.address = replace(transport.address, name=there.url, socket=there.socket)
+        except SluiceError as e:
+            return f"{died}. Another one can't be started: {e}"
+        return None
+
+    transport.gone = gone
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return False  # the number is somebody else's by now
+    return True
+
+
 class _Place(NamedTuple):
     """Where a private service is. The log lies beside what the service itself makes, of which it may leave nothing."""
 
@@ -97,6 +131,7 @@ class LocalClient(Client):
         self._pid = os.getpid()
         self.endpoint = endpoint
         super().__init__(endpoint.url, **options)
+        watch(self, endpoint)
         _open.add(self)
 
     def close(self) -> None:

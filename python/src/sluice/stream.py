@@ -761,7 +761,7 @@ class Stream:
             try:
                 return self._store.get(ref)
             except UnavailableError as e:
-                if self._stopping() or time.monotonic() - begin >= self.settings.patience:
+                if self._stopping() or self.transport.dead or time.monotonic() - begin >= self.settings.patience:
                     raise
                 log.info("run %s: reading %s is tried again: %s", self.run_id, ref.sample_id, e)
                 self._stop.wait(pause)
@@ -852,7 +852,7 @@ class Stream:
         """Keep leases alive while the trainer is."""
         dormant, last = False, time.monotonic()
         every = self.settings.renew_every or self._queue.visibility_timeout.seconds / 3
-        while not self._end.wait(min(every, _LOOK_SECONDS)) and not self.transport.closed:
+        while not self._end.wait(min(every, _LOOK_SECONDS)) and not self.transport.closed and not self.transport.dead:
             if self._ends_at is not None and time.monotonic() >= self._ends_at:
                 self._end_retired()
                 return

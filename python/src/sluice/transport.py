@@ -50,9 +50,10 @@ def new_id() -> str:
 class Lost(Exception):
     """An attempt of which nothing is known: no answer, half of one, or the word that the service can't answer now."""
 
-    def __init__(self, why: BaseException, at_once: bool = False) -> None:
+    def __init__(self, why: BaseException, at_once: bool = False, nobody: bool = False) -> None:
         super().__init__(str(why))
         self.why = why
+        self.nobody = nobody  # there was no process to connect to
         self.at_once = at_once  # a kept connection had gone stale: nobody need be spared
 
 
@@ -90,6 +91,10 @@ class Cancel:
 
 class Cancelled(Exception):
     """A call was ended by its :class:`Cancel`; what became of it is not known."""
+
+
+def _may_come_back() -> None:
+    """What is known of a service that this process has nothing to do with."""
 
 
 def _wake(w: socket.socket | threading.Event) -> None:
@@ -151,6 +156,8 @@ class Transport:
         if address.in_clear:
             log.warning("the token crosses the network unencrypted to %s", address.name)
         self.closed = False
+        self.gone: Callable[[], str | None] = _may_come_back
+        """Asked where nobody is to be connected to: that the service will not come back, and why, or None where it will. It may see to that, and change :attr:`address`. One thread asks at a time."""
         self.on_return: list[Callable[[], None]] = []  # called in a thread of the transport when the service is back after it was away
         self._renew()
         _alive.add(self)
@@ -160,6 +167,8 @@ class Transport:
         self.pid = os.getpid()
         self.session = new_id()
         self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._dead = ""  # why the service is gone for good
         self._idle: list[_Socket | _TLSSocket] = []
         self._end = Cancel()
         self._holder: threading.Thread | None = None
@@ -226,6 +235,8 @@ class Transport:
                     raise self.closed_error() from None
                 if cancel is not None and cancel.cancelled:
                     raise Cancelled from None
+                if self._is_dead(lost):
+                    raise self._dead_error() from None
                 if since == 0.0 or moved is not None and moved():
                     since, pause = now, 0.0
                 if lost.at_once:
@@ -255,7 +266,23 @@ class Transport:
             self._renew()  # where fork was not seen
         if self.closed:
             raise self.closed_error()
+        if self._dead:
+            raise self._dead_error()
         self.hold()
+
+    @property
+    def dead(self) -> bool:
+        """Whether the service is gone for good: nothing is worth another try."""
+        return self._dead != ""
+
+    def _is_dead(self, lost: Lost) -> bool:
+        if lost.nobody and not self._dead:
+            with self._asking:
+                self._dead = self._dead or self.gone() or ""
+        return self.dead
+
+    def _dead_error(self) -> UnavailableError:
+        return UnavailableError(self._dead, op="client", subject=self.address.name)
 
     def closed_error(self) -> ClosedError:
         return ClosedError("the client is closed", op="client", subject=self.address.name)
@@ -369,7 +396,7 @@ class Transport:
                     raise
                 broken = e
         try:
-            raise Lost(broken) from broken
+            raise Lost(broken, nobody=isinstance(broken, (ConnectionRefusedError, FileNotFoundError))) from broken
         finally:
             del broken  # its traceback has this frame
 
@@ -445,8 +472,10 @@ class Transport:
                 why = "the service has ended it"
             except (Lost, SluiceError) as e:
                 why = str(e) or type(e).__name__
+                if isinstance(e, Lost) and not end.cancelled and self._is_dead(e):
+                    log.error("%s", self._dead_error())
             held.set()  # or tried at least
-            if end.cancelled:
+            if end.cancelled or self._dead:
                 return
             if not down:
                 down = True
@@ -500,8 +529,8 @@ class Transport:
         for thread in (self._holder, self._worker):
             if thread is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        if self._holder is None:
-            return  # nothing was called: the service has never heard of the session
+        if self._holder is None or self._dead:
+            return  # nothing was called, and the service has never heard of the session; or it is gone
         try:
             self._attempt("DELETE", f"/v1/sessions/{self.session}", None, new_id(), max(0.1, until - time.monotonic()), last=True)
         except (Lost, SluiceError) as e:
