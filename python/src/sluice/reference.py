@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from urllib.parse import quote
 
-from . import batches, dtypes, service
+from . import batches, dtypes, service, threads
 from .batches import Eagle3TargetBatch
 from .client import Client, Run, consumer_name
 from .collate import Collator, Sample
@@ -831,8 +831,7 @@ class AsyncFeaturePipeline:
         """Start the thread. A second call while it runs does nothing; once it has ended, RuntimeError: a closed queue cannot be opened again by its pipeline."""
         with self._lock:
             if self._thread is None and not self._stop_event.is_set():
-                self._thread = threading.Thread(target=self._run, name="streaming-async-producer", daemon=True)
-                self._thread.start()
+                self._thread = threads.start(self._run, "streaming-async-producer", self._stop_event.set)
             elif self._thread is None or not self._thread.is_alive():
                 raise ConflictError("a pipeline is for one use: its queue is closed. Make a new pipeline, and a new queue over the store", op="AsyncFeaturePipeline.start")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from . import threads
 from .collate import Batch, Collator, Identity, Sample
 from .device import DeviceRing, Transfer
 from .errors import ClosedError, CorruptError, InvalidError, NotFoundError, SchemaError, SluiceError, StaleError, TargetFaultError, UnavailableError, WaitTimeoutError, WedgedError
@@ -251,10 +252,17 @@ class Stream:
             self._permits = self.settings.prefetch
         self.transport.work_later()  # it takes over what a finalizer leaves to be done
         self.transport.on_return.append(self._back)
-        for name, work in (("sluice-fetch", self._fetch), ("sluice-renew", self._renew)):
-            thread = threading.Thread(target=work, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self._threads.append(threads.start(self._fetch, "sluice-fetch", self._stop_fetching))
+        renewing = threading.Thread(target=self._renew, name="sluice-renew", daemon=True)
+        self._threads.append(renewing)
+        renewing.start()
+
+    def _stop_fetching(self) -> None:
+        self._stop.cancel()
+        with self._cv:
+            if self._recall is not None:
+                self._recall.cancel()
+            self._cv.notify_all()
 
     def _receive(self, until: float | None, timeout: float | None) -> _Made:
         with self._cv:
@@ -341,10 +349,7 @@ class Stream:
         until = time.monotonic() + CLOSE_SECONDS
         with self._cv:
             self.closing = True
-            if self._recall is not None:
-                self._recall.cancel()
-            self._cv.notify_all()
-        self._stop.cancel()
+        self._stop_fetching()
         self._end.cancel()
         if not self._call.acquire(timeout=CLOSE_SECONDS):
             raise self._unclosed("another call has not ended")
@@ -390,11 +395,11 @@ class Stream:
             hint="leases that are left run out by themselves, or end with the session, and their samples come again",
         )
 
-    def _join(self, threads: Sequence[threading.Thread], until: float) -> bool:
-        for thread in threads:
+    def _join(self, ours: Sequence[threading.Thread], until: float) -> bool:
+        for thread in ours:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
-        return not any(t.is_alive() for t in threads if t is not threading.current_thread())
+        return not any(t.is_alive() for t in ours if t is not threading.current_thread())
 
     def _take_ahead(self) -> list[_Piece]:
         """What was read and not handed out. The fetching thread has ended."""
@@ -413,11 +418,7 @@ class Stream:
             return
         try:
             until = time.monotonic() + CLOSE_SECONDS
-            with self._cv:
-                if self._recall is not None:
-                    self._recall.cancel()
-                self._cv.notify_all()
-            self._stop.cancel()
+            self._stop_fetching()
             if not self.open:
                 self.close()
                 return

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from . import threads
 from .address import Address
 from .errors import ClosedError, CorruptError, InvalidError, SluiceError, UnavailableError, UnsupportedError, from_problem
 
@@ -501,8 +502,8 @@ class Transport:
         if self._worker is None:
             with self._lock:
                 if self._worker is None and not self.closed:
-                    self._worker = threading.Thread(target=_work, args=(self._later,), name="sluice-later", daemon=True)
-                    self._worker.start()
+                    later = self._later
+                    self._worker = threads.start(lambda: _work(later), "sluice-later", lambda: later.put(None))  # it may have the last word of a tensor
 
     def soon(self, work: Callable[[], None]) -> None:
         """Run work in the transport's own thread. It takes no lock, so finalizers may call it."""
