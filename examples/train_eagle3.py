@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -67,6 +68,13 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             p.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, want 1 or more")
     return args
+
+
+def need(*packages: str) -> None:
+    """Ends the program with a sentence, before it trains for nothing, if one of these is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"train_eagle3.py needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def prompts(args: argparse.Namespace, held_out: bool) -> list[list[int]]:
@@ -262,6 +270,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains, evaluates, writes report.json, the draft and the pictures into --out, and returns the report."""
     args = options(argv)
     began = time.perf_counter()
+    need("safetensors", *([] if args.produce else ["matplotlib"]))
     torch.set_num_threads(args.threads)
     target = Target(args.model)
     if args.produce:

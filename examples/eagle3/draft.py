@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .prompts import shift
@@ -199,6 +198,8 @@ def agreement(draft: Draft, target: Target, batches: list[dict[str, Tensor]], st
 
 def save(draft: Draft, folder: Path) -> None:
     """Writes config.json and model.safetensors (float32)."""
+    from safetensors.torch import save_file
+
     c = draft.config
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -233,6 +234,8 @@ def save(draft: Draft, folder: Path) -> None:
 
 def load(target: Target, folder: Path) -> Draft:
     """Reads what save wrote."""
+    from safetensors.torch import load_file
+
     draft = Draft(target, seed=0)
     draft.load_state_dict(load_file(str(folder / "model.safetensors")))
     return draft

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 BOS, EOS, PAD, SYSTEM, USER, ASSISTANT, END = range(256, 263)
@@ -81,6 +80,8 @@ class Target:
     """The frozen model. Row t of every output is position t: nothing is shifted here."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        from safetensors.torch import load_file
+
         raw = json.loads((folder / "config.json").read_text())
         self.config = c = Config(**{name: raw[name] for name in Config.__dataclass_fields__})
         if not raw["tie_word_embeddings"] or not raw.get("byte_tokenizer"):

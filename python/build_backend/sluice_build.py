@@ -113,8 +113,8 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     """Builds an sdist, with the tests, and returns its file name. The same files make the same bytes."""
     project = read_project()
-    files = {"PKG-INFO": project.metadata.encode(), "LICENSE": license_file().read_bytes()}
-    for name in ("pyproject.toml", "README.md"):
+    files = {"PKG-INFO": project.metadata.encode()}
+    for name in ("LICENSE", "pyproject.toml", "README.md"):
         files[name] = (HERE / name).read_bytes()
     for folder in ("build_backend", "src", "tests"):
         files.update((p.relative_to(HERE).as_posix(), p.read_bytes()) for p in sources(folder))
@@ -250,7 +250,7 @@ def dist_info(project: Project, plan: Plan) -> Iterator[tuple[str, bytes]]:
     tags = "".join(f"Tag: py3-none-{platform}\n" for platform in plan.platform.split("."))
     yield "METADATA", project.metadata.encode()
     yield "WHEEL", f"Wheel-Version: 1.0\nGenerator: sluice_build\nRoot-Is-Purelib: {pure}\n{tags}".encode()
-    yield "licenses/LICENSE", license_file().read_bytes()
+    yield "licenses/LICENSE", (HERE / "LICENSE").read_bytes()
     if plan.packaged:
         yield "entry_points.txt", SCRIPT.encode()
 
@@ -260,12 +260,6 @@ def sources(folder: str) -> list[Path]:
     found = (p for p in (HERE / folder).rglob("*") if p.is_file() and p.suffix != ".pyc")
     ours = (p for p in found if not any(part.startswith(".") or part == "__pycache__" for part in p.relative_to(HERE).parts))
     return sorted(ours, key=lambda p: p.relative_to(HERE).as_posix())
-
-
-def license_file() -> Path:
-    """The licence: the checkout's, or in an sdist its copy."""
-    own = HERE / "LICENSE"
-    return own if own.is_file() else CHECKOUT / "LICENSE"
 
 
 def digest(data: bytes) -> str:

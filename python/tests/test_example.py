@@ -353,3 +353,15 @@ def test_a_zero_on_the_command_line_is_refused(flag: str, capsys: pytest.Capture
         train_eagle3.options([flag, "0"])
     assert e.value.code == 2
     assert f"{flag} is 0, want 1 or more" in capsys.readouterr().err
+
+
+def test_without_its_packages_the_example_shows_its_help_and_says_what_to_install(tmp_path: Path) -> None:
+    def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = f"import sys; sys.modules.update(safetensors=None, matplotlib=None); sys.path[:0] = [{str(ROOT / 'examples')!r}, {str(ROOT / 'python/src')!r}]; import train_eagle3; train_eagle3.main()"
+        return subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    helped = ran("--help")
+    assert (helped.returncode, helped.stderr) == (0, "") and "--colocated" in helped.stdout
+    refused = ran()
+    assert (refused.returncode, refused.stderr) == (1, "train_eagle3.py needs safetensors and matplotlib: pip install safetensors matplotlib\n")
+    assert ran("--produce").stderr == "train_eagle3.py needs safetensors: pip install safetensors\n"

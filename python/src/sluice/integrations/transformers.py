@@ -1017,7 +1017,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     try:
         import transformers
     except ModuleNotFoundError as e:
-        raise UnsupportedError(f"{e.name} is not installed", op="load", subject=args.model, hint="pip install 'sluice[transformers]'") from None
+        raise UnsupportedError(f"{e.name} is not installed", op="load", subject=args.model, hint="pip install transformers jinja2") from None
     options: dict[str, Any] = {"torch_dtype": "auto" if args.load_dtype == "auto" else dtypes.torch_dtype(args.load_dtype)}
     if args.device_map:
         options["device_map"] = args.device_map
