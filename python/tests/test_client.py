@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import sluice
@@ -53,7 +54,7 @@ def test_tcp_wants_a_token(service: Service, tmp_path: Path) -> None:
     with pytest.raises(PermissionError) as caught:
         sluice.Client(service.url, state_dir=tmp_path)
     assert isinstance(caught.value, sluice.DeniedError) and caught.value.code == "unauthorized"
-    with pytest.raises(PermissionError):
+    with pytest.raises(PermissionError, match="token_file="):
         sluice.Client(service.url, state_dir=tmp_path, token="x" * 30)
     token = resolve(service.url, state_dir=service.state).token
     file = tmp_path / "token"
@@ -145,3 +146,32 @@ def test_a_service_with_tls_of_its_own(binary: str, tmp_path: Path) -> None:
         assert ssl.create_default_context(cafile=os.fspath(pem))
     finally:
         s.stop()
+
+
+def test_a_run_that_is_not_there_says_how_to_make_it(client: sluice.Client) -> None:
+    with pytest.raises(KeyError, match=r"no such run \(make it by client\.create_run\(\)"):
+        client.run("nope")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "want"),
+    [
+        ("max_bytes", 1e6, "a whole number of bytes, or a size"), ("max_bytes", True, "a whole number of bytes"), ("max_bytes", "4 Gigs", "a whole number of bytes"),
+        ("max_bytes", "0.3B", "a whole number of bytes"), ("largest_sample", 1 << 60, "a whole number of bytes"), ("max_samples", "3", "a whole number"), ("ranks", 2.0, "a whole number"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_with_its_name(client: sluice.Client, run_id: str, field: str, value: object, want: str) -> None:
+    fields = {"max_bytes": 1 << 20} | ({"per_rank": 1} if field == "ranks" else {}) | {field: value}
+    with pytest.raises(sluice.InvalidError, match=want) as caught:
+        client.create_run(run_id, algorithm="eagle3", **fields)  # type: ignore[arg-type]
+    assert caught.value.subject == field
+
+
+def test_sizes_are_taken_as_the_command_line_takes_them(client: sluice.Client, run_id: str) -> None:
+    run = client.create_run(run_id, algorithm="eagle3", max_bytes="1.5MiB", low_watermark_bytes="100 KB", high_watermark_bytes=np.int64(1 << 20))  # type: ignore[arg-type]
+    assert {name: run.spec["caps"][name] for name in ("max_bytes", "low_watermark_bytes", "high_watermark_bytes")} == {
+        "max_bytes": 3 << 19, "low_watermark_bytes": 100_000, "high_watermark_bytes": 1 << 20,
+    }
+    run.configure(low_watermark_bytes="1KiB")
+    assert run.spec["caps"]["low_watermark_bytes"] == 1024
+    client.delete_run(run_id)

@@ -108,7 +108,7 @@ def golden_samples(meta: Mapping[str, str], tensors: Mapping[str, Any], schema: 
 
 
 def golden_arguments(meta: Mapping[str, str], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"how": "pad", "pad_to_multiple": int(meta["pad_to"])}
+    arguments: dict[str, Any] = {"how": "pad", "pad_to_multiple": max(1, int(meta["pad_to"]))}
     if meta["mode"] in ("joined", "repacked"):
         arguments.update(how="pack", max_tokens=int(meta["limit"]))
     if "final_norm" in tensors:
@@ -606,6 +606,20 @@ def test_torch_and_numpy_are_not_mixed_within_a_batch() -> None:
         collate(EAGLE3, [sample_of([[1, 2]], [0, 1], framework="torch"), sample_of([[1, 2]], [0, 1], framework="numpy")])
 
 
+def test_samples_of_two_dtypes_name_the_feature_both_samples_and_who_mends_it() -> None:
+    def one(name: str, dtype: type) -> Sample:
+        ids = np.ones((1, 3), np.int64)
+        tensors: dict[str, Any] = {
+            "aux_hidden_states": np.ones((1, 3, 6), dtype), "input_ids": ids, "attention_mask": ids, "loss_mask": ids, "last_hidden_states": np.ones((1, 3, 2), dtype),
+        }
+        return Sample(ref_of(tensors, EAGLE3, sample_id=name, attributes={"shift": "0", "aux_layers": "hf:1,2,3", "last_norm": "post"}), tensors)
+
+    with pytest.raises(SchemaError) as caught:
+        collate(EAGLE3, [one("a", np.float32), one("b", np.float16)])
+    assert (caught.value.subject, caught.value.detail) == ("b", 'feature "aux_hidden_states" is float16[1,3,6], but sample "a" has float32[1,3,6]')
+    assert "let the producer cast" in caught.value.hint
+
+
 @pytest.mark.parametrize("lens", [[2, 3], [-1, 2]])
 def test_lengths_that_do_not_fit_their_row_are_refused(lens: list[int]) -> None:
     with pytest.raises(SchemaError, match="seq_lens of row 0"):
@@ -651,6 +665,7 @@ def test_row_lengths_stand_for_an_attention_mask(listed: str, wrong: str) -> Non
     "subject, arguments",
     [
         ("pad_to_multiple", {"pad_to_multiple": -4}),
+        ("pad_to_multiple", {"pad_to_multiple": 0}),
         ("pad_to_multiple", {"pad_to_multiple": 1.5}),
         ("pad_to_multiple", {"how": "none", "pad_to_multiple": 8}),
         ("max_tokens", {"how": "pack", "max_tokens": -1}),

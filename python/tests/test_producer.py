@@ -10,6 +10,7 @@ import pytest
 import sluice
 from sluice.queue import Consumer, Position
 
+from .test_admission import ATTRIBUTES, eagle3
 from .test_queue import NBYTES
 from .test_store import SCHEMA, sample
 
@@ -76,6 +77,42 @@ def test_a_refused_put_leaves_nothing(run: sluice.Run) -> None:
             p.put("t", {"input_ids": sample()["input_ids"]}, num_tokens=3)
         counters = run.store.counters()
         assert (counters["resident_samples"], counters["reserved_bytes"]) == (1, 0)
+
+
+def test_what_the_schema_does_not_admit_is_refused_before_anything_is_sent(client: sluice.Client, run_id: str) -> None:
+    run = client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 20)
+    with run.producer("p") as p:
+        for name, n, why in (("empty", 0, "without a token"), ("short", 1, "has 1 tokens, eagle3 admits 2 or more")):
+            room = p.reserve(1 << 10, timeout=5)
+            with pytest.raises(sluice.SchemaError, match=why) as caught:
+                p.put(name, eagle3(n), attributes=ATTRIBUTES, reservation=room)
+            assert caught.value.subject == name
+        counters = run.store.counters()
+        assert (counters["resident_samples"], counters["reserved_bytes"]) == (0, 0)
+        p.put("good", eagle3(2), attributes=ATTRIBUTES)
+    client.delete_run(run_id)
+
+
+def test_an_attribute_that_fixes_an_axis_is_named_with_the_axis(client: sluice.Client, run_id: str) -> None:
+    run = client.create_run(run_id, algorithm="eagle3", max_bytes=1 << 20)
+    with run.producer("p") as p, pytest.raises(sluice.SchemaError) as caught:
+        p.put("s", eagle3(4), attributes=ATTRIBUTES | {"aux_layers": "hf:1,2"})
+    assert caught.value.hint == 'K is the number of entries of the attribute aux_layers, which is "hf:1,2"' and "axis K*H is 24, want 16" in caught.value.detail
+    client.delete_run(run_id)
+
+
+def test_a_taken_id_points_at_the_positions_that_the_run_has(run: sluice.Run) -> None:
+    with run.producer("p") as p:
+        p.put("s", sample(), num_tokens=3)
+        with pytest.raises(sluice.DuplicateError, match=r"producer\.taken\(\)"):
+            p.put("s", sample(), num_tokens=3)
+
+
+def test_an_interrupt_is_a_cause_without_an_empty_tail(run: sluice.Run) -> None:
+    with pytest.raises(KeyboardInterrupt), run.producer("p"):
+        raise KeyboardInterrupt
+    _, cause = drain(run)
+    assert cause is not None and cause.detail.endswith("KeyboardInterrupt")
 
 
 def test_a_newer_incarnation_takes_over(run: sluice.Run) -> None:

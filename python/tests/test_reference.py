@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -315,6 +316,11 @@ def test_a_sample_whose_alignment_is_not_said_is_no_batch(store: LocalFeatureSto
         next(FeatureDataLoader(queue, store))
     (dead,) = store._run.queue.dead_letters()  # another try would end the same
     assert "shift" in dead.reasons[0]
+
+
+def test_a_loader_of_a_queue_takes_the_store_of_the_queue(store: LocalFeatureStore) -> None:
+    with contextlib.closing(LocalFeatureStore()) as other, pytest.raises(ValueError, match="and the queue is that of"):
+        FeatureDataLoader(SampleRefQueue(store), other)
 
 
 # -- refs ------------------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def test_a_ref_of_another_store_or_put_is_not_found(run: sluice.Run, client: slu
     ref = run.store.put("s", sample(), num_tokens=3)
     run.store.abort(ref)
     again = run.store.put("s", sample(), num_tokens=3)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="acked or freed, or put anew"):
         run.store.get(ref)
     other = client.create_run(run_id + "-other", schema=SCHEMA, max_bytes=1 << 20)
     with pytest.raises(sluice.NotFoundError, match=r"this is"):

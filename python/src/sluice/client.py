@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -76,39 +79,44 @@ class Client:
         return understood("runs", self.url, lambda: [text(r["spec"]["run_id"]) for r in items(fields(answer)["runs"])])
 
     def create_run(
-        self, run_id: str, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None, mixed: bool = False, max_bytes: int | None = None, max_samples: int | None = None,
-        high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None, low_watermark_samples: int | None = None,
+        self, run_id: str, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None, mixed: bool = False, max_bytes: int | str | None = None, max_samples: int | None = None,
+        high_watermark_bytes: int | str | None = None, low_watermark_bytes: int | str | None = None, high_watermark_samples: int | None = None, low_watermark_samples: int | None = None,
         visibility_timeout: float | None = None, max_fails: int | None = None, max_expiries: int | None = None, producers: int | None = None, producer_timeout: float | None = None,
-        ranks: int | None = None, per_rank: int | None = None, prefetch_windows: int = 0, drop_tail: bool = False, largest_sample: int | None = None, steps_per_checkpoint: int | None = None,
+        ranks: int | None = None, per_rank: int | None = None, prefetch_windows: int = 0, drop_tail: bool = False, largest_sample: int | str | None = None, steps_per_checkpoint: int | None = None,
         samples_per_step: int | None = None, target_versions: list[str] | None = None, min_draft_version: str | None = None,
     ) -> Run:
         """Create a run, or join the one that is there with the same spec. What is left out has the service's default.
 
-        ``algorithm`` is a built-in schema (eagle3, dflash, dspark); ``schema`` a document of your own; ``mixed`` a run whose refs may be of any. Caps and marks are in bytes and samples, times in
-        seconds. ``ranks`` and ``per_rank`` deal the stream out in windows of ranks x per_rank samples, ``prefetch_windows`` of them ahead.
+        ``algorithm`` is a built-in schema (eagle3, dflash, dspark); ``schema`` a document of your own; ``mixed`` a run whose refs may be of any. Caps and marks are in bytes (also as a size like
+        "4GiB", "2.5GB") and samples, times in seconds. ``ranks`` and ``per_rank`` deal the stream out in windows of ranks x per_rank samples, ``prefetch_windows`` of them ahead.
 
         Raises InvalidError (naming the field), ConflictError (the run is there with another spec, or the caps of all runs would exceed the service's), DeniedError.
         """
-        spec: dict[str, Any] = {"run_id": run_id, "caps": _given(
-            max_bytes=max_bytes, max_samples=max_samples, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
-            high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples,
-        )}
+        op = "create run"
+        spec: dict[str, Any] = {"run_id": run_id, "caps": _sizes(
+            op, max_bytes=max_bytes, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
+        ) | _counts(op, max_samples=max_samples, high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples)}
         spec |= _given(
-            algorithm=algorithm, schema=schema, mixed=mixed or None, visibility_timeout_seconds=visibility_timeout, max_fails=max_fails, max_expiries=max_expiries, producers=producers,
-            producer_timeout_seconds=producer_timeout, largest_sample=largest_sample, steps_per_checkpoint=steps_per_checkpoint, samples_per_step=samples_per_step,
-            target_versions=target_versions, min_draft_version=min_draft_version,
+            algorithm=algorithm, schema=schema, mixed=mixed or None, visibility_timeout_seconds=visibility_timeout, producer_timeout_seconds=producer_timeout, target_versions=target_versions,
+            min_draft_version=min_draft_version,
+        ) | _sizes(op, largest_sample=largest_sample) | _counts(
+            op, max_fails=max_fails, max_expiries=max_expiries, producers=producers, steps_per_checkpoint=steps_per_checkpoint, samples_per_step=samples_per_step,
         )
         if ranks is None and per_rank is None:
             for name, value in (("prefetch_windows", prefetch_windows), ("drop_tail", drop_tail)):
                 if value:
-                    raise InvalidError(f"is {value!r}, and a run without ranks has no windows", op="create run", subject=name, hint="give ranks and per_rank")
+                    raise InvalidError(f"is {value!r}, and a run without ranks has no windows", op=op, subject=name, hint="give ranks and per_rank")
         else:
-            spec["windows"] = _given(ranks=ranks, per_rank=per_rank, prefetch=prefetch_windows or None, drop_tail=drop_tail or None)
+            spec["windows"] = _counts(op, ranks=ranks, per_rank=per_rank) | _given(prefetch=_counts(op, prefetch_windows=prefetch_windows)["prefetch_windows"] or None, drop_tail=drop_tail or None)
         return Run(self, self._t.call("POST", "/v1/runs", spec))
 
     def run(self, run_id: str) -> Run:
         """Open a run. NotFoundError if there is none of that name."""
-        return Run(self, self._t.call("GET", run_path(run_id)))
+        try:
+            return Run(self, self._t.call("GET", run_path(run_id)))
+        except NotFoundError as e:
+            e.hint = "make it by client.create_run(), or sluice.connect(create=...)"
+            raise
 
     def check(self, ref: SampleRef, *, algorithm: str | None = None, schema: Mapping[str, Any] | None = None) -> None:
         """Check a ref against a built-in schema, or a document. SchemaError says what is wrong with it."""
@@ -163,7 +171,7 @@ class Run:
         return Producer(self, name, incarnation)
 
     def configure(
-        self, *, visibility_timeout: float | None = None, high_watermark_bytes: int | None = None, low_watermark_bytes: int | None = None, high_watermark_samples: int | None = None,
+        self, *, visibility_timeout: float | None = None, high_watermark_bytes: int | str | None = None, low_watermark_bytes: int | str | None = None, high_watermark_samples: int | None = None,
         low_watermark_samples: int | None = None, reopen: bool = False,
     ) -> None:
         """Change what is given, for everybody: how long leases live (those that are out: from their next renewal on, if that is longer), the marks, and, with
@@ -171,10 +179,9 @@ class Run:
 
         Raises InvalidError by field, ConflictError (it is not drained).
         """
-        described = self.client._t.call("POST", f"{run_path(self.run_id)}/configure", _given(
-            visibility_timeout_seconds=visibility_timeout, high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
-            high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples, reopen=reopen or None,
-        ))
+        described = self.client._t.call("POST", f"{run_path(self.run_id)}/configure", _given(visibility_timeout_seconds=visibility_timeout, reopen=reopen or None) | _sizes(
+            "configure", high_watermark_bytes=high_watermark_bytes, low_watermark_bytes=low_watermark_bytes,
+        ) | _counts("configure", high_watermark_samples=high_watermark_samples, low_watermark_samples=low_watermark_samples))
         self._respec("configure", described)
 
     def _respec(self, op: str, described: Any) -> None:
@@ -189,7 +196,7 @@ class Run:
 
     def reshape(self, ranks: int, per_rank: int) -> None:
         """Deal the run out to another number of ranks, or of samples a rank and step. ConflictError while a lease is out."""
-        self.client._t.call("POST", f"{run_path(self.run_id)}/reshape", {"ranks": ranks, "per_rank": per_rank})
+        self.client._t.call("POST", f"{run_path(self.run_id)}/reshape", _counts("reshape", ranks=ranks, per_rank=per_rank))
         self.refresh()
 
     # -- for trainers --------------------------------------------------------------------------------------------------
@@ -350,6 +357,32 @@ def _described(answer: Any) -> tuple[dict[str, Any], str, float, Mapping[str, An
 
 def _given(**values: Any) -> dict[str, Any]:
     return {k: v for k, v in values.items() if v is not None}
+
+
+_UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
+_SIZE = re.compile(rf"([0-9]{{1,16}}(?:\.[0-9]{{1,16}})?) ?({'|'.join(_UNITS)})")
+
+
+def _counts(op: str, *, want: str = "a whole number", **values: object) -> dict[str, int]:
+    """Whole numbers of a call's body, by the names of their arguments."""
+    out: dict[str, int] = {}
+    for name, value in _given(**values).items():
+        try:
+            out[name] = operator.index(value)
+        except TypeError:
+            raise InvalidError(f"is {value!r:.80}, want {want}", op=op, subject=name) from None
+        if isinstance(value, bool) or not -(1 << 53) < out[name] < 1 << 53:
+            raise InvalidError(f"is {value!r:.80}, want {want}", op=op, subject=name)
+    return out
+
+
+def _sizes(op: str, **values: object) -> dict[str, int]:
+    """The same of bytes, which may also be sizes as the command line takes them."""
+    for name, value in values.items():
+        if isinstance(value, str) and (m := _SIZE.fullmatch(value)):
+            n = Fraction(m[1]) * _UNITS[m[2]]
+            values[name] = int(n) if n.denominator == 1 else value
+    return _counts(op, want='a whole number of bytes, or a size like "4GiB"', **values)
 
 
 def consumer_name(prefix: str = "consumer") -> str:

@@ -258,9 +258,9 @@ class Collator:
         max_tokens: int = 0,
         final_norm: FinalNorm | None = None,
     ) -> None:
-        for name, value in (("pad_to_multiple", pad_to_multiple), ("max_tokens", max_tokens)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidError(f"is {value!r:.40}, want 0 or more", op="collate", subject=name)
+        for name, value, least in (("pad_to_multiple", pad_to_multiple, 1), ("max_tokens", max_tokens, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InvalidError(f"is {value!r:.40}, want {least} or more", op="collate", subject=name)
         if not callable(how) and how not in ("pad", "pack", "none"):
             raise InvalidError(f'is {how!r:.40}, want "pad", "pack", "none" or a function', op="collate", subject="how")
         if max_tokens and how != "pack":
@@ -269,7 +269,7 @@ class Collator:
             raise InvalidError(f'is {pad_to_multiple}, and only "pad" and "pack" pad', op="collate", subject="pad_to_multiple")
         self.schema = Schema.parse(schema)
         self.how = how
-        self._multiple = max(pad_to_multiple, 1)
+        self._multiple = pad_to_multiple
         self._max_tokens = max_tokens
         self._norm = None if final_norm is None else _RMSNorm(final_norm)
         self._check(batch)
@@ -935,7 +935,8 @@ def _other_features(first: Sample, sample: Sample) -> SchemaError:
 
 def _other_spec(op: str, feature: str, sample: Sample, t: Tensor, first: Sample, other: Tensor) -> SchemaError:
     detail = f'feature "{feature}" is {_spec_of(feature, t)}, but sample "{first.ref.sample_id}" has {_spec_of(feature, other)}'
-    return SchemaError(detail, op=op, subject=sample.ref.sample_id)
+    hint = "" if t.dtype == other.dtype else "let the producer cast: in all samples of a batch a feature has one dtype"
+    return SchemaError(detail, op=op, subject=sample.ref.sample_id, hint=hint)
 
 
 @contextmanager

@@ -170,6 +170,8 @@ def from_problem(problem: dict[str, Any]) -> SluiceError:
         str(problem.get("detail", "")), op=str(problem.get("op", "")), subject=str(problem.get("subject", "")), hint=str(problem.get("hint", "")),
         request=str(problem.get("request", "")),
     )
+    if code == "unauthorized":
+        error.hint = "give token= or token_file=, or $SLUICE_TOKEN_FILE; `sluice token create` makes one"
     if code and code != cls.code:
         error.__dict__["code"] = code
     return error

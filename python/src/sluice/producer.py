@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .errors import ClosedError, ConflictError, InvalidError, SluiceError, StaleError
+from .admission import admit
+from .errors import ClosedError, ConflictError, DuplicateError, InvalidError, SchemaError, SluiceError, StaleError
 from .queue import Position, Reservation
 from .refs import FeatureAlgorithm, SampleRef
+from .schema import Schema
 from .tensorfile import Tensor, specs_of
 from .transport import Cancel, Cancelled
 
@@ -82,9 +86,17 @@ class Producer:
 
         A reservation that is too small is given back, and one of the right size is waited for. What fails leaves nothing behind.
 
-        Raises what :meth:`RunQueue.reserve`, :meth:`RunStore.put` and :meth:`RunQueue.put` raise.
+        A sample that is empty, or has a row with fewer tokens or supervised tokens than the run's schema admits (``min_tokens``, ``min_supervised``), is refused before anything is sent: SchemaError.
+        A mixed run has no such rule. Else it raises what :meth:`RunQueue.reserve`, :meth:`RunStore.put` and :meth:`RunQueue.put` raise.
         """
-        nbytes = sum(spec.nbytes for spec in specs_of(tensors).values())
+        try:
+            nbytes = sum(spec.nbytes for spec in specs_of(tensors).values())
+            if self._schema is not None:
+                admit(self._schema, sample_id, tensors, attributes if isinstance(attributes, Mapping) else {})
+        except BaseException:
+            if reservation is not None:
+                self._give_back(reservation)
+            raise
         if reservation is not None and reservation.bytes < nbytes:
             self.run.queue.unreserve(reservation.id)
             reservation = None
@@ -94,15 +106,37 @@ class Producer:
             ref = self.run.store.put(
                 sample_id, tensors, None, algorithm, None, target_model_version, draft_weight_version, num_tokens, attributes=attributes, reservation=reservation.id
             )
-        except BaseException:
-            self._tidy(lambda: self.run.queue.unreserve(reservation.id, promptly=True))
+        except BaseException as e:
+            self._give_back(reservation)
+            if isinstance(e, DuplicateError):
+                e.hint = e.hint or "a producer that starts again asks producer.taken() which positions the run has, and goes on behind them"
             raise
         try:
             self.run.queue.put(ref, positions=positions, producer=self._who)
-        except BaseException:
+        except BaseException as e:
             self._tidy(lambda: self.run.store.abort(ref, promptly=True))
+            if isinstance(e, SchemaError):
+                e.hint = e.hint or self._counted(e, ref)
             raise
         return ref
+
+    @functools.cached_property
+    def _schema(self) -> Schema | None:
+        """Of the run; None where it is mixed."""
+        return Schema.parse(self.run.schema) if self.run.schema else None
+
+    def _counted(self, error: SchemaError, ref: SampleRef) -> str:
+        """Which attribute fixed the length of the axis that the service finds at fault; it names the axis alone."""
+        axis = re.search(r": axis ([A-Za-z0-9_*]+) is ", error.detail)
+        if axis is None or self._schema is None:
+            return ""
+        for rule in self._schema.attributes:
+            if rule.counts in axis[1].split("*") and ":" in ref.attributes.get(rule.name, ""):
+                return f'{rule.counts} is the number of entries of the attribute {rule.name}, which is "{ref.attributes[rule.name]:.80}"'
+        return ""
+
+    def _give_back(self, reservation: Reservation) -> None:
+        self._tidy(lambda: self.run.queue.unreserve(reservation.id, promptly=True))
 
     def _tidy(self, work: Callable[[], None]) -> None:
         try:

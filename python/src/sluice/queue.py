@@ -457,7 +457,7 @@ def raise_stale(results: Iterable[SettleResult], op: str) -> None:
 
 def _said(cause: str | BaseException) -> str:
     """A cause for the wire: never empty, or the end would look like the regular one."""
-    text = f"{type(cause).__name__}: {cause}" if isinstance(cause, BaseException) else cause
+    text = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__  # that of ^C says nothing more
     plain = " ".join(text.split())[:1024].encode("utf-8", "replace").decode()  # names of files may hold what is no UTF-8
     return plain or "unknown"
 

@@ -993,6 +993,8 @@ class FeatureDataLoader:
     def __init__(self, queue: SampleRefQueue, store: FeatureStore, algorithm: FeatureAlgorithm | None = None, acquire_poll_interval: float = 0.05) -> None:
         op = "FeatureDataLoader"
         self._queue, self._store = _queue_of(op, queue), _store_of(op, store)
+        if self._store.store_uri != queue._store.store_uri:
+            raise InvalidError(f"is {self._store.store_uri}, and the queue is that of {queue._store.store_uri}", op=op, subject="store")
         if algorithm not in (None, FeatureAlgorithm.EAGLE3):
             hint = "run.loader() makes batches of every algorithm" if isinstance(algorithm, FeatureAlgorithm) else ""
             raise InvalidError(f"is {algorithm!r:.80}, want FeatureAlgorithm.EAGLE3 or None", op=op, subject="algorithm", hint=hint)

@@ -321,7 +321,9 @@ class RunStore(FeatureStore):
                     self._forget(handle.handle_id)
             if pinned or not isinstance(e, SluiceError) or isinstance(e, UnavailableError):
                 self._undo(pin_id, pinned)  # otherwise the service has refused it
-            if mapped and isinstance(e, (CorruptError, NotFoundError)) and not self._still_there(ref):
+            if not pinned and isinstance(e, NotFoundError):
+                e.hint = e.hint or "it was acked or freed, or put anew under its id"
+            elif mapped and isinstance(e, (CorruptError, NotFoundError)) and not self._still_there(ref):
                 raise NotFoundError("was freed while it was opened", op="get", subject=ref.sample_id) from e
             raise
         return tensors, handle
