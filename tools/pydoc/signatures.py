@@ -20,7 +20,7 @@ import sluice
 HEAD = """# Python: every signature
 
 Made from the code by `make pydoc`; a test holds the two together. How things go together is on other pages: [the package](../python/README.md), [loading](python-loader.md),
-[the reference API](python-reference.md), [producing with transformers](python-transformers.md), [installing](python-install.md).
+[the reference API](python-reference.md), [producing](python-producer.md), [producing with transformers](python-transformers.md), [installing](python-install.md).
 Those of `sluice.integrations.nemo` are on the page of the reference API. Times are in seconds, sizes in bytes.
 """
 
