@@ -20,6 +20,7 @@ import pytest
 
 import sluice
 from sluice.store import StoreHandle
+from sluice.transport import Lost
 
 from .conftest import Service
 
@@ -281,6 +282,29 @@ def test_a_duplicate_is_refused(run: sluice.Run) -> None:
     with pytest.raises(sluice.DuplicateError) as caught:
         run.store.put("s", sample(), num_tokens=3)
     assert caught.value.code == "duplicate" and isinstance(caught.value, ValueError)
+
+
+def test_a_put_whose_file_went_with_the_service_may_be_repeated(client: sluice.Client, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = client.create_run(run_id, schema=SCHEMA, max_bytes=64 << 20)
+    staging, real, calls = Path(run.store._info["staging_dir"]), client._t._attempt, 0
+
+    def takes_along(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        if path.endswith("/stage"):
+            calls += 1
+            if calls == 1:
+                [file] = staging.iterdir()
+                file.unlink()
+                raise Lost(ConnectionResetError("the service was killed"))
+        return real(method, path, *args, **kwargs)
+
+    monkeypatch.setattr(client._t, "_attempt", takes_along)
+    with pytest.raises(sluice.UnavailableError, match="went away while it took the file"):
+        run.store.put("s", sample(), num_tokens=3)
+    assert calls >= 2
+    run.store.abort(run.store.put("s", sample(), num_tokens=3))
+    assert not list(staging.iterdir())
+    client.delete_run(run_id)
 
 
 def test_a_ref_of_another_store_or_put_is_not_found(run: sluice.Run, client: sluice.Client, run_id: str) -> None:

@@ -210,7 +210,12 @@ class RunStore(FeatureStore):
             try:
                 self._t.call("POST", f"{self._run}/stage", body)
             except (DuplicateError, NotFoundError, InvalidError) as e:
-                if e.__dict__.get("attempts", 1) < 2 or not self._was_put(ref):
+                again = e.__dict__.get("attempts", 1) > 1
+                if not again or not self._was_put(ref):
+                    if again and isinstance(e, NotFoundError):  # a service that ends while it takes the file takes it along
+                        raise UnavailableError(
+                            f"the service went away while it took the file, and now it says: {e}", op="store: put", subject=ref.sample_id, hint="put the sample again"
+                        ) from None
                     raise
         except SluiceError:
             _remove(path)
