@@ -56,7 +56,7 @@ def base(binary: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     base = runtime / "sluice"
     yield base
     until(lambda: not [p for p in base.glob("*") if p.suffix != ".log"], "a service is left")
-    shutil.rmtree(runtime)
+    shutil.rmtree(runtime, ignore_errors=True)  # logs go by themselves
 
 
 def program(code: str, *arguments: str) -> subprocess.Popen[str]:
@@ -188,6 +188,32 @@ def test_a_private_service_stays_while_it_is_held_and_ends_after_its_last_client
             assert client.status()["pid"] == endpoint.pid
             time.sleep(0.1)
     gone(endpoint)
+
+
+def test_a_private_service_that_ends_in_order_leaves_no_log(tmp_path: Path, base: Path) -> None:
+    p = program("with service.private(idle=0.1) as a, service.private(sys.argv[1], idle=0.1) as b: print(a.log, b.log)", str(tmp_path))
+    logs = line_of(p).split()
+    p.communicate(timeout=PATIENCE)  # nobody is there any more whom it could tell
+    assert [Path(path).parent for path in logs] == [base] * 2
+    until(lambda: not any(map(os.path.exists, logs)), "a log is left")
+
+
+def test_what_a_private_service_said_that_failed_stays_for_a_day(tmp_path: Path) -> None:
+    with service.private(tmp_path) as endpoint:
+        with open(endpoint.log, "a") as log:
+            log.write("panic\n")
+        os.kill(endpoint.pid, signal.SIGKILL)
+        until(lambda: not runs(endpoint.pid), "it survives a kill")
+    with sluice.local(), service.private(tmp_path, idle=0.1) as again:  # which ends in order
+        assert again.log == endpoint.log
+    gone(again)
+    p = program("with service.private(sys.argv[1], idle=0.1): pass", str(tmp_path))  # behind all that the first may still do to the log
+    p.communicate(timeout=PATIENCE)
+    assert "\npanic\n" in Path(endpoint.log).read_text()
+    gone(again)
+    os.utime(endpoint.log, (time.time() - 25 * 3600,) * 2)
+    with sluice.local():
+        assert not os.path.exists(endpoint.log)
 
 
 def test_there_is_one_service_a_directory(tmp_path: Path) -> None:

@@ -43,12 +43,13 @@ _SHELL_SECONDS = 30.0
 _MAX_SOCKET_PATH = 103 if os.uname().sysname == "Darwin" else 107
 _LONGEST_NAME = len("/d0123456789abcdef/sluice.sock")
 _MAX_LOG = 1 << 20
-_OLD_LOG_SECONDS = 3600.0
+_OLD_LOG_SECONDS = 24 * 3600.0
 _UNKNOWN = -1  # the exit status of a service that is left to itself
 _ALREADY_RUNS = 3  # that of a service whose state directory another one has
 
-# The service is a grandchild: its parent, a shell that waits for it, says its pid and its exit status on the pipe, and leaves neither a zombie nor a child in this program.
-_DETACH = '{ "$@" >&2 & echo $!; wait $!; echo $?; } &'
+# The service is a grandchild: its parent, a shell that waits for it, says its pid and its exit status on the pipe, and leaves neither a zombie nor a child in this program. It is there longer than
+# the program, and removes the log of a service that has ended in order, unless there is something in it of one before.
+_DETACH = 'log=$1 before=$2; shift 2; { "$@" >&2 & echo $!; wait $!; status=$?; [ $status$before != 00 ] || rm -f "$log"; echo $status; } &'
 
 
 class Endpoint:
@@ -411,13 +412,13 @@ class _Process:
         self._status: int | None = None
         self._read = b""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLUICE_")}  # they would set flags
-        command = ["/bin/sh", "-c", _DETACH, "sh", path, "serve", "--state", str(place.state), *flags]
         try:
             out = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 if os.fstat(out).st_size > _MAX_LOG:
                     os.ftruncate(out, 0)
                 self._from = os.fstat(out).st_size
+                command = ["/bin/sh", "-c", _DETACH, "sh", str(self._log), str(self._from), path, "serve", "--state", str(place.state), *flags]
                 self._pipe, write = os.pipe()
                 try:
                     shell = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write, stderr=out, cwd="/", env=environment, start_new_session=True)
@@ -481,14 +482,17 @@ class _Process:
 
     def said(self) -> str:
         """The end of its log."""
-        with open(self._log, "rb") as f:
-            f.seek(max(self._from, os.fstat(f.fileno()).st_size - 4096))
-            text = f.read(4096).decode(errors="replace").strip()
+        try:
+            with open(self._log, "rb") as f:
+                f.seek(max(self._from, os.fstat(f.fileno()).st_size - 4096))
+                text = f.read(4096).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return f". Its log is gone with one that ended in order just now ({self._log})"
         return f". It said:\n{text}" if text else f", and said nothing ({self._log})"
 
 
 def _sweep_logs(base: Path) -> None:
-    """Removes the logs of services that are long gone."""
+    """Removes the logs of services that failed, or were killed, long ago."""
     for path in base.glob("*.log"):
         try:
             if not path.with_suffix("").exists() and not path.with_suffix(".sock").exists() and time.time() - path.stat().st_mtime > _OLD_LOG_SECONDS:
