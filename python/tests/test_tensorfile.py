@@ -7,7 +7,9 @@ import json
 import mmap
 import random
 import struct
+import sys
 import tracemalloc
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -669,3 +671,8 @@ def test_random_damage_is_corrupt_or_leaves_a_valid_file() -> None:
         assert sum(e.nbytes for e in header.entries.values()) == header.size - header.data_start
         assert json.loads(data[8 : header.data_start])
     assert refused > 1000
+
+
+def test_a_torch_that_another_thread_is_importing_is_not_there_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert tensorfile.specs_of({"x": np.zeros((1, 2), np.float32)})["x"].nbytes == 8

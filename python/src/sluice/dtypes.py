@@ -91,7 +91,8 @@ def is_torch_dtype(value: object) -> bool:
 
 def loaded_torch() -> ModuleType | None:
     """Return torch if somebody has imported it: where nobody has, nothing is a tensor or a dtype of torch."""
-    return sys.modules.get("torch")
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "Tensor") else None  # another thread may be in the middle of its import
 
 
 def torch_module() -> ModuleType | None:
