@@ -84,7 +84,7 @@ class Service:
 @pytest.fixture(scope="session")
 def service(binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One service for all tests that don't harm it."""
-    s = Service(binary, tmp_path_factory.mktemp("service"))
+    s = Service(binary, tmp_path_factory.mktemp("service"), "--max-bytes", "none")  # many runs add up
     yield s
     s.stop()
 
