@@ -526,6 +526,8 @@ func (q *fakeQueue) Renew(ctx context.Context, r sluice.RenewRequest) ([]sluice.
 		if e := q.leased[id]; e != nil {
 			e.expire.Reset(q.visibility)
 			res.Status = sluice.Renewed
+		} else if as, known := q.past[id]; known {
+			res.Status, res.As = sluice.AlreadySettled, as
 		}
 		out = append(out, res)
 	}

@@ -507,11 +507,13 @@ func (l *Loader) renewOnce() {
 		if h == nil {
 			continue
 		}
-		if r.Status == sluice.Renewed {
+		switch r.Status {
+		case sluice.Renewed:
 			if h.life > 0 {
 				h.until = begin.Add(h.life)
 			}
-		} else {
+		case sluice.AlreadySettled: // by a call of ours whose answer is still on its way
+		default:
 			h.lost = true
 			lost++
 		}

@@ -766,12 +766,16 @@ func (l *Loader) settle(ctx context.Context, ids []sluice.LeaseID, v sluice.Verd
 		delete(l.held, id)
 	}
 	for _, res := range results {
+		became := v
+		if res.Status == sluice.AlreadySettled { // by a call that was broken off
+			became = res.As
+		}
 		switch {
-		case res.Status != sluice.Settled:
+		case res.Status == sluice.StaleLease:
 			stale++
-		case v == sluice.Ack:
+		case became == sluice.Ack:
 			l.stats.Acked++
-		case v == sluice.Return:
+		case became == sluice.Return:
 			l.stats.Returned++
 		default:
 			l.stats.Failed++

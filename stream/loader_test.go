@@ -622,6 +622,30 @@ func TestAWaitingTrainerIsNotIdle(t *testing.T) {
 	})
 }
 
+// A settlement that the queue has, and whose answer the loader has not seen yet, while the renewer asks.
+func TestARenewalThatMeetsAnAckOnItsWayLosesNothing(t *testing.T) {
+	t.Parallel()
+	bubble(t, 1, func(t *testing.T, r *rig, refs []sluice.Ref) {
+		l := r.loader(t, func(c *LoaderConfig) { c.Prefetch, c.Ack = -1, AckOnStep })
+		b := next(t, l)
+		ack := sluice.SettleRequest{Consumer: l.cfg.Consumer, Settlements: []sluice.Settlement{{Lease: b.Samples[0].Lease, Verdict: sluice.Ack}}}
+		if got, err := r.queue.Settle(t.Context(), ack); err != nil || got[0].Status != sluice.Settled {
+			t.Fatalf("%v, %v", got, err)
+		}
+		l.renewOnce()
+		if s := l.Stats(); s.Lost != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		if err := l.Step(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if s := l.Stats(); s.Acked != 1 || s.Stale != 0 {
+			t.Errorf("stats %+v", s)
+		}
+		closeLoader(t, l)
+	})
+}
+
 func TestALostLeaseIsCountedAndNotFatal(t *testing.T) {
 	t.Parallel()
 	bubble(t, 2, func(t *testing.T, r *rig, refs []sluice.Ref) {

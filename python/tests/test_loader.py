@@ -878,3 +878,16 @@ def test_a_service_that_hangs_does_not_hang_the_figures(own_service: Service) ->
         finally:
             own_service.process.send_signal(signal.SIGCONT)
         assert loader.next(timeout=20) is not None
+
+
+def test_a_renewal_that_meets_an_ack_on_its_way_loses_nothing(run: sluice.Run) -> None:
+    """A step whose call the service has taken, and whose answer the loader has not seen yet, while the other thread renews."""
+    fill(run, 2)
+    with run.loader(batch=2, ack="step", prefetch=0, timeout=20) as loader:
+        next(loader)
+        held = list(loader._stream._held.values())
+        assert [r.status for r in run.queue.ack(loader.consumer, *(h.lease for h in held))] == ["settled", "settled"]
+        loader._stream._renew_once(held)
+        assert loader.counts().lost == 0
+        loader.step()
+        assert (loader.counts().acked, loader.counts().stale) == (2, 0)

@@ -899,7 +899,7 @@ class Stream:
                     continue
                 if r.status == "renewed":
                     h.until = begin + h.life
-                else:
+                elif r.status != "already_settled":  # which a call of ours did, whose answer is still on its way
                     h.lost = True
                     lost += 1
             self._counts.lost += lost
