@@ -160,6 +160,9 @@ func New(in Input) (*Plan, error) {
 	if m.err != nil {
 		return nil, m.err
 	}
+	if p.AheadMaxBytes > most || p.AheadMaxSamples > most { // no run can have such caps
+		return nil, invalid("ahead_max_bytes", "is %d, and ahead_max_samples %d, want less than 2^53", p.AheadMaxBytes, p.AheadMaxSamples)
+	}
 	if err := p.rate(&in); err != nil {
 		return nil, err
 	}

@@ -200,6 +200,17 @@ func TestPlanAndRunAgree(t *testing.T) {
 	})
 }
 
+// Such a run found the way past the check: its least caps fit a number, four times what it holds does not.
+func TestARunWhoseRoomierCapsAreNoNumbersIsRefused(t *testing.T) {
+	t.Parallel()
+	_, err := New(Input{
+		Schema: schemaOf(t, sluice.DFlash), Packing: true, Hidden: 3711, Aux: 4, MaxLen: 262120, MeanLen: 1, Ranks: 214, PerRank: 54, Prefetch: 3, StepsPerCheckpoint: 22,
+	})
+	if !errors.Is(err, sluice.ErrInvalid) || !strings.Contains(err.Error(), "ahead_max_bytes") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func shm(total, free int64) *Disk {
 	return &Disk{Path: "/dev/shm", Type: "tmpfs", TotalBytes: total, FreeBytes: free, RoomBytes: free, LimitedBy: "file system"}
 }
