@@ -38,7 +38,7 @@ def runs(pid: int) -> bool:
     """Whether a process is there that is more than a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it dies between open and read
         return False
 
 
