@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
-from urllib.parse import quote
 
 from . import batches, dtypes, service, threads
+from .answers import run_path
 from .batches import Eagle3TargetBatch
 from .client import Client, Run, consumer_name
 from .collate import Collator, Sample
@@ -279,7 +279,7 @@ class SharedDirFeatureStore(_PrivateStore):
 def _delete(client: Client, run_id: str) -> None:
     if run_id:
         with contextlib.suppress(NotFoundError, UnavailableError):  # what is in the memory of a service that is gone is gone
-            client._t.call("DELETE", f"/v1/runs/{quote(run_id, safe='')}", patience=_GIVE_UP_SECONDS)
+            client._t.call("DELETE", run_path(run_id), patience=_GIVE_UP_SECONDS)
 
 
 def _abandon(client: Client, run_id: str, pid: int) -> None:

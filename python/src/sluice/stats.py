@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
+from .answers import run_path
 from .errors import SluiceError
 from .transport import Transport, new_id
 
@@ -25,7 +25,7 @@ def bounded_status(transport: Transport, run_id: str) -> dict[str, Any]:
     """The run's status, by one attempt. Raises UnavailableError soon."""
 
     def once() -> dict[str, Any]:
-        answer: dict[str, Any] = transport._attempt("GET", f"/v1/runs/{quote(run_id, safe='')}/status", None, new_id(), STATUS_SECONDS)
+        answer: dict[str, Any] = transport._attempt("GET", f"{run_path(run_id)}/status", None, new_id(), STATUS_SECONDS)
         return answer
 
     return transport.repeat(once, patience=0.0)
