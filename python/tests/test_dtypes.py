@@ -152,3 +152,24 @@ def test_a_broken_torch_is_not_taken_for_none(tmp_path: object) -> None:
         else:
             raise SystemExit("no error")
     """)
+
+
+@pytest.mark.skipif(dtypes.torch_module() is None, reason="torch is not installed")
+def test_the_import_of_torch_keeps_no_frame_of_its_caller() -> None:
+    run_python("""
+        import gc, weakref
+        gc.disable()
+        from sluice import dtypes
+
+        class Held:
+            pass
+
+        def caller(held):
+            assert "torch" not in sys.modules and dtypes.torch_module() is sys.modules["torch"]
+
+        held = Held()
+        gone = weakref.ref(held)
+        caller(held)
+        del held
+        assert gone() is None
+    """)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,9 @@ def loaded_torch() -> ModuleType | None:
 def torch_module() -> ModuleType | None:
     """Return torch, imported at the first call, or None where it is not installed. An installed torch that fails to import raises."""
     try:
+        if "torch" not in sys.modules:  # its import keeps the frames of its callers until the next collection, and with them what they hold: it gets none
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(importlib.import_module, "torch").result()
         return importlib.import_module("torch")
     except ModuleNotFoundError as e:
         if e.name != "torch":

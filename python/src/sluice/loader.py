@@ -77,7 +77,7 @@ class Loader:
                 "ack", f'is "checkpoint", but the run {run.run_id!r} declares no steps a checkpoint, so nobody has checked that its caps hold the samples of so many steps',
                 "create the run with steps_per_checkpoint= (without windows samples_per_step= too), or let ack be next or step",
             )
-        dtypes.torch_module()  # here and now, if it is there: the first import takes long, and keeps for a while what its callers hold
+        dtypes.torch_module()  # here and now, if it is there: the first import takes long
         document = schema or spec.get("schema")
         if not document:
             raise _bad("schema", f"is missing: the run {run.run_id!r} is mixed and has none of its own", "give the document of the samples that the batches are made of")
@@ -235,7 +235,7 @@ def end_stream(stream: Stream, error: BaseException | None) -> None:
         else:
             stream.close("return")  # Ctrl-C and the like are no sample's fault
     except SluiceError as e:
-        log.warning("run %s: %s", stream.run_id, e)  # the error that is on its way says more
+        log.warning("run %s: %s", stream.run_id, str(e))  # the error that is on its way says more
 
 
 def _retire(stream: Stream) -> None:

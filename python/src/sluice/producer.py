@@ -64,7 +64,7 @@ class Producer:
             except (ClosedError, StaleError, ConflictError, Cancelled):
                 return  # the client was closed, a newer incarnation has taken over, or this one has ended
             except SluiceError as e:
-                log.warning("producer %s of run %s can't say that it lives: %s", self.name, self.run.run_id, e)
+                log.warning("producer %s of run %s can't say that it lives: %s", self.name, self.run.run_id, str(e))
 
     def taken(self, source: str) -> dict[int, list[tuple[int, int]]]:
         """Which positions of a source are enqueued already, by epoch, as ranges: a producer that starts again goes on behind them."""
@@ -142,7 +142,7 @@ class Producer:
         try:
             work()
         except SluiceError as e:
-            log.debug("producer %s: what a failed put left ends by itself: %s", self.name, e)
+            log.debug("producer %s: what a failed put left ends by itself: %s", self.name, str(e))
 
     def close(self, error: BaseException | str | None = None) -> None:
         """Report that the producer is done, or that it failed. Idempotent; it may be called again if the service did not answer. The child of a fork reports nothing of its parent's."""
@@ -166,4 +166,4 @@ class Producer:
         except SluiceError as e:
             if error is None:
                 raise
-            log.warning("producer %s could not report its failure: %s", self.name, e)
+            log.warning("producer %s could not report its failure: %s", self.name, str(e))

@@ -217,7 +217,7 @@ class RunQueue:
             elif again:
                 self._t.owe(lambda: self._unreserve_asked(body, again=False))  # the call may be on its way yet, and come in behind this
         except SluiceError as e:
-            log.debug("run %s: a reservation that nobody waited for ends by itself: %s", self.run_id, e)
+            log.debug("run %s: a reservation that nobody waited for ends by itself: %s", self.run_id, str(e))
 
     def unreserve(self, *ids: str, promptly: bool = False) -> None:
         """Give reservations, named by their ids, back. What is not there is passed over. ``promptly`` takes 5 s at most, however patient the client is."""
@@ -346,7 +346,7 @@ class RunQueue:
             elif again and not delivery.end:
                 self._t.owe(lambda: self._hand_back(consumer, body, again=False))  # the call may be on its way yet, and come in behind this
         except SluiceError as e:
-            log.debug("run %s: what a broken acquire was given returns when it runs out, or with the session: %s", self.run_id, e)
+            log.debug("run %s: what a broken acquire was given returns when it runs out, or with the session: %s", self.run_id, str(e))
 
     def settle(self, consumer: Consumer, settlements: Sequence[Settlement], *, cancel: Cancel | None = None, patience: float | None = None) -> list[SettleResult]:
         """Ack, fail or return leases, with one call for all. A stale lease changes nothing and says so."""

@@ -289,7 +289,7 @@ def _abandon(client: Client, run_id: str, pid: int) -> None:
         try:
             _delete(client, run_id)
         except SluiceError as e:
-            log.warning("the run of a store that was dropped can't be deleted, and stays until the process ends: %s", e)
+            log.warning("the run of a store that was dropped can't be deleted, and stays until the process ends: %s", str(e))
         client.close()
 
     if pid == os.getpid():
@@ -402,7 +402,7 @@ class SampleRefQueue:
                 try:
                     self._run.configure(reopen=True)
                 except ConflictError as e:
-                    log.warning("the queue is closed and stays so: %s", e)  # it deals out windows, or another process was faster
+                    log.warning("the queue is closed and stays so: %s", str(e))  # it deals out windows, or another process was faster
                 return
             if time.monotonic() >= until:
                 log.warning("the queue is closed and stays so, since other processes consume from it: %s", ", ".join(others))
@@ -597,7 +597,7 @@ class LeaseKeeper:
             if self._queue._renew(lease):
                 return True
         except UnavailableError as e:
-            log.warning("the lease of %s could not be renewed: %s", lease.ref.sample_id, e)
+            log.warning("the lease of %s could not be renewed: %s", lease.ref.sample_id, str(e))
             return not self._queue._run.client._t.dead
         except (ClosedError, NotFoundError, StaleError):
             return False
@@ -852,7 +852,7 @@ class AsyncFeaturePipeline:
                 log.info("the queue was closed while its pipeline ran, which ends the pipeline")
             else:
                 self._error = e
-                log.warning("the pipeline's producer has failed, and its queue is closed: %r", e)
+                log.warning("the pipeline's producer has failed, and its queue is closed: %s", repr(e))
         try:
             self._queue.close(cause=self._error)
         except (ClosedError, NotFoundError):
@@ -959,7 +959,7 @@ class _Room:
         except SluiceError as e:
             if exc is None and not isinstance(e, (ClosedError, NotFoundError)):
                 raise
-            log.debug("a reservation was not given back, and ends by itself: %s", e)
+            log.debug("a reservation was not given back, and ends by itself: %s", str(e))
 
 
 def _prompt(item: Any) -> tuple[torch.Tensor, ...]:

@@ -413,6 +413,6 @@ def _parse_attribute(o: _Object, features: Sequence[SchemaFeature], before: Sequ
                 matches = re.compile(pattern, re.ASCII).fullmatch
         except (re.error, Warning) as e:
             _log.warning(
-                "schema: the pattern %r of the attribute %r has no like in Python (%s); the service alone checks it", pattern, name, e
+                "schema: the pattern %r of the attribute %r has no like in Python (%s); the service alone checks it", pattern, name, str(e)
             )
     return AttributeRule(name, required, required_with, pattern, counts, matches)

@@ -500,4 +500,4 @@ def _sweep_logs(base: Path) -> None:
         except FileNotFoundError:
             pass  # another start was faster
         except OSError as e:
-            log.warning("service: an old log can't be removed: %s", e)
+            log.warning("service: an old log can't be removed: %s", str(e))

@@ -279,7 +279,7 @@ class RunStore(FeatureStore):
         except (NotFoundError, ConflictError, ClosedError):
             pass  # it had not come so far, or it went with the session
         except SluiceError as e:
-            log.warning("run %s: can't take back the put of %s, which ends with its reservation: %s", self.run_id, ref.sample_id, e)
+            log.warning("run %s: can't take back the put of %s, which ends with its reservation: %s", self.run_id, ref.sample_id, str(e))
 
     def _path(self, ref: SampleRef, what: str = "") -> str:
         return f"{self._run}/samples/{quote(ref.sample_id, safe='')}{what}?generation={quote(ref.generation, safe='')}"
@@ -395,7 +395,7 @@ class RunStore(FeatureStore):
         except UnavailableError:
             self._t.owe(lambda: self._undo(pin_id))
         except SluiceError as e:
-            log.debug("run %s: a pin was not taken back, and ends with the session: %s", self.run_id, e)
+            log.debug("run %s: a pin was not taken back, and ends with the session: %s", self.run_id, str(e))
 
     def _fetch(self, ref: SampleRef, granted: Mapping[str, Any], pin_id: str) -> mmap.mmap:
         size = understood("get", ref.sample_id, lambda: count(fields(granted)["size"]))
@@ -509,11 +509,11 @@ class RunStore(FeatureStore):
             except ClosedError:
                 return
             except UnavailableError as e:
-                log.warning("run %s: the service is away again, and pins are taken again when it is back: %s", self.run_id, e)
+                log.warning("run %s: the service is away again, and pins are taken again when it is back: %s", self.run_id, str(e))
                 self._t.owe(self._pin_again)
                 return
             except SluiceError as e:
-                log.warning("run %s: can't take the pin of %s again, whose bytes count no longer: %s", self.run_id, pin.handle.sample_id, e)
+                log.warning("run %s: can't take the pin of %s again, whose bytes count no longer: %s", self.run_id, pin.handle.sample_id, str(e))
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 

@@ -437,7 +437,7 @@ class Stream:
             finally:
                 self._call.release()
         except SluiceError as e:
-            log.warning("run %s: the leases of a loader that is gone: %s", self.run_id, e)
+            log.warning("run %s: the leases of a loader that is gone: %s", self.run_id, str(e))
 
     def _finish_retired(self) -> None:
         if self.retired and not self.open:
@@ -447,7 +447,7 @@ class Stream:
         try:
             self.close()
         except SluiceError as e:
-            log.warning("run %s: the leases of a loader that is gone: %s", self.run_id, e)
+            log.warning("run %s: the leases of a loader that is gone: %s", self.run_id, str(e))
 
     # -- batches of the trainer ----------------------------------------------------------------------------------------
 
@@ -485,7 +485,7 @@ class Stream:
         try:
             self._store.release_many(handles)
         except SluiceError as e:
-            log.warning("run %s: pins are given up later: %s", self.run_id, e)
+            log.warning("run %s: pins are given up later: %s", self.run_id, str(e))
 
     def _still_held(self, pieces: list[_Piece]) -> bool:
         """Whether no lease of a batch made ahead was lost in the meantime."""
@@ -566,7 +566,7 @@ class Stream:
             self._held.clear()
             self._fatal = copy.copy(error)
         if lost:
-            log.warning("run %s: %d leases of %s were taken over: %s", self.run_id, lost, self.consumer.name, error)
+            log.warning("run %s: %d leases of %s were taken over: %s", self.run_id, lost, self.consumer.name, str(error))
 
     # -- the fetching thread -------------------------------------------------------------------------------------------
 
@@ -764,7 +764,7 @@ class Stream:
             except UnavailableError as e:
                 if self._stopping() or self.transport.dead or time.monotonic() - begin >= self.settings.patience:
                     raise
-                log.info("run %s: reading %s is tried again: %s", self.run_id, ref.sample_id, e)
+                log.info("run %s: reading %s is tried again: %s", self.run_id, ref.sample_id, str(e))
                 self._stop.wait(pause)
                 pause = min(2 * pause, 5.0)
 
@@ -807,7 +807,7 @@ class Stream:
             raise cause
         with self._cv:
             self._counts.skipped += len(leases)
-        log.warning("run %s: %s was passed over: %s", self.run_id, ref.sample_id if len(leases) == 1 else f"{len(leases)} samples", cause)
+        log.warning("run %s: %s was passed over: %s", self.run_id, ref.sample_id if len(leases) == 1 else f"{len(leases)} samples", str(cause))
 
     def _collate(self, n: int) -> _Made | None:
         """Make a batch of the first n parts. Where that fails on one of them, it alone is failed and the others stay; otherwise all n are. None says that this was passed over, and the batch must
@@ -889,7 +889,7 @@ class Stream:
             self._taken_over(e)
             return
         except SluiceError as e:
-            log.warning("run %s: %d leases were not renewed, and are tried again: %s", self.run_id, len(leases), e)
+            log.warning("run %s: %d leases were not renewed, and are tried again: %s", self.run_id, len(leases), str(e))
             return
         lost = 0
         with self._cv:

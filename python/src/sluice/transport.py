@@ -535,7 +535,7 @@ class Transport:
         try:
             self._attempt("DELETE", f"/v1/sessions/{self.session}", None, new_id(), max(0.1, until - time.monotonic()), last=True)
         except (Lost, SluiceError) as e:
-            log.debug("the session at %s was not ended by a call, and ends by itself: %s", self.address.name, e)
+            log.debug("the session at %s was not ended by a call, and ends by itself: %s", self.address.name, str(e))
 
 
 _JSON = {"Content-Type": "application/json"}
@@ -546,7 +546,7 @@ def _work(later: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         try:
             work()
         except ClosedError as e:
-            log.debug("nothing is left to do for %s", e)  # of a run or a loader, or of the client, which then ends this
+            log.debug("nothing is left to do for %s", str(e))  # of a run or a loader, or of the client, which then ends this
         except Exception:
             log.exception("a call behind the program's back has failed")
 

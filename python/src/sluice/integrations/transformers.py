@@ -460,7 +460,7 @@ class TransformersProducer:
                     wedged = wedged or time.monotonic()
                     if time.monotonic() - wedged > self._patience:
                         raise
-                    log.warning("producer %s goes on waiting for room: %s", self._producer.name, e)
+                    log.warning("producer %s goes on waiting for room: %s", self._producer.name, str(e))
                     time.sleep(_WEDGE_PAUSE)
         finally:
             self.counts.waited_seconds += time.monotonic() - start
@@ -471,7 +471,7 @@ class TransformersProducer:
         try:
             self._run.queue.unreserve(*(r.id for r in rooms))
         except SluiceError as e:
-            log.debug("producer %s: reservations end with the session: %s", self._producer.name, e)
+            log.debug("producer %s: reservations end with the session: %s", self._producer.name, str(e))
 
     def _forward(self, batch: list[_Admitted]) -> Iterator[dict[str, Any] | None]:
         """The features of each row; None for one that was refused, since what came out is not finite."""
@@ -563,7 +563,7 @@ class TransformersProducer:
             ref = put(room)
         except FullError as e:
             # The reservation is gone, since its time was over or the service was started anew, and its room was given to others. What was computed waits at the gate once more.
-            log.info("producer %s: %s; the sample %s waits for room again", self._producer.name, e, a.sample_id)
+            log.info("producer %s: %s; the sample %s waits for room again", self._producer.name, str(e), a.sample_id)
             ref = put(None)
         return ref, time.monotonic() - start
 
