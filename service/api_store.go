@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"strconv"
+	"sync"
 	"syscall"
 	"time"
 
@@ -465,11 +466,12 @@ func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*secti
 	if err != nil {
 		return err
 	}
-	defer func() {
+	done := sync.OnceFunc(func() {
 		if err := r.close(); err != nil {
 			s.log.Warn("a sample that was read can't be given back", "run", c.run.id, "sample", id, "err", err)
 		}
-	}()
+	})
+	defer done()
 	sec, err := part(r)
 	if err != nil {
 		return err
@@ -485,7 +487,7 @@ func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*secti
 		h := c.header()
 		h.Set("Content-Type", binary)
 		h.Set("ETag", `"`+generation+`"`)
-		w := &served{ResponseWriter: c.w, c: c}
+		w := &served{ResponseWriter: c.w, c: c, done: done}
 		http.ServeContent(w, c.r, "", time.Time{}, sec)
 		return w.err
 	})
@@ -494,8 +496,9 @@ func (s *Service) read(ctx context.Context, c *call, part func(*reading) (*secti
 // served is the writer of http.ServeContent: it turns its refusals, which come in plain text, into problems, and leaves the way open for the kernel to send files itself.
 type served struct {
 	http.ResponseWriter
-	c   *call
-	err error
+	c    *call
+	done func() // nothing more is read
+	err  error
 }
 
 func (w *served) WriteHeader(status int) {
@@ -526,7 +529,29 @@ func (w *served) ReadFrom(r io.Reader) (int64, error) {
 	if w.c.status == 0 {
 		w.c.begin(http.StatusOK)
 	}
-	return io.Copy(w.ResponseWriter, r)
+	l, ok := r.(*io.LimitedReader)
+	if !ok {
+		return io.Copy(w.ResponseWriter, r)
+	}
+	if _, ok := l.R.(*section); !ok { // several ranges, which come through a pipe
+		return io.Copy(w.ResponseWriter, r)
+	}
+	// The sample is let go before its last bytes are sent. Who has all of them may release it at once on another connection, and then finds it free.
+	last := make([]byte, min(l.N, lastBytes))
+	l.N -= int64(len(last))
+	n, err := io.Copy(w.ResponseWriter, l)
+	if err != nil || l.N > 0 {
+		return n, err
+	}
+	if _, err := io.ReadFull(l.R, last); err != nil {
+		return n, err
+	}
+	w.done()
+	m, err := w.ResponseWriter.Write(last)
+	return n + int64(m), err
 }
+
+// lastBytes are sent from memory.
+const lastBytes = 4 << 10
 
 func (w *served) Unwrap() http.ResponseWriter { return w.ResponseWriter }
