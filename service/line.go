@@ -2,6 +2,7 @@ package service
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/sluice-ml/sluice"
@@ -26,6 +27,13 @@ type placeKey struct {
 	request  string
 }
 
+// atOnce is the context of calls that do not wait.
+var atOnce = func() context.Context {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	cancel(errWaited)
+	return ctx
+}()
+
 // mostKept is how long a place is kept for the next slice: a tenth of the one before, and no longer than this.
 const mostKept = 3 * time.Second
 
@@ -41,6 +49,14 @@ func (s *Service) room(ctx context.Context, c *call, req sluice.ReserveRequest, 
 		wctx, stop := s.waiting(ctx, wait)
 		defer stop()
 		return c.run.q.Reserve(wctx, req)
+	}
+	if p == nil { // mostly there is room, and nobody has to wait for it
+		h.mu.Unlock()
+		if room, err := c.run.q.Reserve(atOnce, req); !errors.Is(err, errWaited) {
+			return room, err
+		}
+		h.mu.Lock()
+		p = h.places[key] // the same call may have come twice
 	}
 	if p == nil {
 		p = &place{done: make(chan struct{}), expire: func() bool { return false }}
