@@ -1,7 +1,6 @@
 package client
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -11,9 +10,11 @@ import (
 	"io"
 	"mime"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/httpcall"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
 
@@ -33,11 +34,17 @@ type call struct {
 	last         bool          // it is the one that ends the session: all others end with the client
 }
 
-// newID is a fresh request, session or handle id.
+// newID is a fresh session or handle id.
 func newID() string {
 	var b [16]byte
 	rand.Read(b[:])
 	return hex.EncodeToString(b[:])
+}
+
+// newRequestID is a fresh id of a call: unique, and short in logs.
+func (c *Client) newRequestID() string {
+	id := append(make([]byte, 0, 48), c.session[:16]...)
+	return string(strconv.AppendInt(append(id, '-'), c.requests.Add(1), 36))
 }
 
 // lost is an attempt of which nothing is known: no answer, half of one, or the word that the service can't answer now. It may be repeated.
@@ -52,12 +59,6 @@ func (c *Client) do(ctx context.Context, k call) (attempts int, err error) {
 	if err := context.Cause(ctx); err != nil {
 		return 0, err
 	}
-	if !k.last {
-		var cancel context.CancelCauseFunc
-		ctx, cancel = context.WithCancelCause(ctx)
-		defer cancel(nil)
-		defer context.AfterFunc(c.ended, func() { cancel(errClosed) })()
-	}
 	var body []byte
 	if k.in != nil {
 		if body, err = wire.Append(nil, k.in); err != nil {
@@ -68,7 +69,7 @@ func (c *Client) do(ctx context.Context, k call) (attempts int, err error) {
 	if k.patience != 0 {
 		patience = k.patience
 	}
-	id := newID()
+	id := c.newRequestID()
 	var pause backoff
 	var since time.Time
 	for {
@@ -78,11 +79,14 @@ func (c *Client) do(ctx context.Context, k call) (attempts int, err error) {
 		if !errors.As(err, &l) {
 			return attempts, err
 		}
-		if cause := context.Cause(ctx); cause != nil {
-			return attempts, cause
-		}
 		if since.IsZero() {
 			since = time.Now()
+			if !k.last { // between the attempts too
+				var cancel context.CancelCauseFunc
+				ctx, cancel = context.WithCancelCause(ctx)
+				defer cancel(nil)
+				defer context.AfterFunc(c.ended, func() { cancel(errClosed) })()
+			}
 		}
 		if time.Since(since) >= patience {
 			return attempts, c.unavailable(l.err, time.Since(since))
@@ -105,23 +109,18 @@ func (c *Client) attempt(ctx context.Context, k *call, id string, body []byte) e
 	if k.sent != nil {
 		*k.sent = time.Now()
 	}
-	ctx, cancel := context.WithTimeout(ctx, k.wait+answerTime)
-	defer cancel()
-	req, err := c.request(ctx, k.method, k.path, id)
-	if err != nil {
+	a, err := c.calls.Do(ctx, &httpcall.Call{
+		Method: k.method, Path: k.path, Headers: wire.RequestHeader + ": " + id + "\r\n", Body: body, Limit: k.wait + answerTime, Most: maxAnswer, Behind: k.last,
+	})
+	switch {
+	case err == nil:
+		return decode(k.method, k.path, &a, k.out)
+	case errors.Is(err, httpcall.ErrTooLong):
+		return &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: k.path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
+	case ctx.Err() != nil || c.ended.Err() != nil && !k.last:
 		return err
 	}
-	if body != nil {
-		req.Body, req.ContentLength = io.NopCloser(bytes.NewReader(body)), int64(len(body))
-		req.GetBody = func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(body)), nil }
-		req.Header.Set("Content-Type", "application/json")
-	}
-	resp, err := c.http.Do(req)
-	if err != nil {
-		return &lost{err}
-	}
-	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
-	return decode(resp, k.out)
+	return &lost{fmt.Errorf("%s %s: %w", k.method, k.path, err)}
 }
 
 // request makes a request with what all have.
@@ -133,7 +132,7 @@ func (c *Client) request(ctx context.Context, method, path, id string) (*http.Re
 	h := req.Header
 	h[wire.SessionHeader] = c.sessionHeader
 	h.Set(wire.RequestHeader, id)
-	h.Set("User-Agent", "sluice-client")
+	h.Set("User-Agent", userAgent)
 	if c.target.token != "" {
 		h.Set("Authorization", "Bearer "+c.target.token)
 	}
@@ -141,44 +140,30 @@ func (c *Client) request(ctx context.Context, method, path, id string) (*http.Re
 }
 
 // decode reads an answer: out, or the error that it is.
-func decode(resp *http.Response, out any) error {
-	data, err := readAll(resp)
-	if err != nil {
-		return err
+func decode(method, path string, a *httpcall.Answer, out any) error {
+	if a.StatusCode/100 != 2 {
+		return refusal(method, path, a)
 	}
-	if resp.StatusCode/100 != 2 {
-		return refusal(resp, data)
-	}
-	if out == nil || resp.StatusCode == http.StatusNoContent {
+	if out == nil || a.StatusCode == http.StatusNoContent {
 		return nil
 	}
-	if h := resp.Header.Get("Content-Type"); h != "application/json" {
+	if h := a.Type; h != "application/json" {
 		if kind, _, _ := mime.ParseMediaType(h); kind != "application/json" {
-			return noService(resp, "the type "+kind)
+			return noService(path, a, "the type "+kind)
 		}
 	}
-	if wire.Read(data, out) { // out is zero until here
+	if wire.Read(a.Body, out) { // out is zero until here
 		return nil
 	}
-	if err := json.Unmarshal(data, out); err != nil {
-		return &sluice.Error{Kind: sluice.Corrupt, Op: "client", Subject: resp.Request.URL.Path, Detail: "the answer can't be read", Err: err}
+	if err := json.Unmarshal(a.Body, out); err != nil {
+		return &sluice.Error{Kind: sluice.Corrupt, Op: "client", Subject: path, Detail: "the answer can't be read", Err: err}
 	}
 	return nil
 }
 
-func readAll(resp *http.Response) ([]byte, error) {
-	if resp.Request.Method == http.MethodHead {
-		return nil, nil // whatever length it has
-	}
-	if n := resp.ContentLength; n >= 0 && n <= maxAnswer {
-		data := make([]byte, n)
-		if _, err := io.ReadFull(resp.Body, data); err != nil {
-			return nil, &lost{err}
-		}
-		// The next read finds the end, which lets the connection be used again.
-		_, _ = resp.Body.Read(make([]byte, 1))
-		return data, nil
-	}
+// answered reads the rest of an answer that is no sample, and closes it.
+func answered(resp *http.Response) (*httpcall.Answer, error) {
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	data, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
 	if err != nil {
 		return nil, &lost{err}
@@ -186,33 +171,33 @@ func readAll(resp *http.Response) ([]byte, error) {
 	if len(data) > maxAnswer {
 		return nil, &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: resp.Request.URL.Path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
 	}
-	return data, nil
+	return &httpcall.Answer{StatusCode: resp.StatusCode, Type: resp.Header.Get("Content-Type"), Body: data}, nil
 }
 
-// refusal is the error that a response with a status other than 2xx means.
-func refusal(resp *http.Response, data []byte) error {
+// refusal is the error that an answer with a status other than 2xx means.
+func refusal(method, path string, a *httpcall.Answer) error {
 	var p wire.Problem
-	kind, _, _ := mime.ParseMediaType(resp.Header.Get("Content-Type"))
-	if kind == wire.ProblemType && json.Unmarshal(data, &p) == nil && p.Code != "" {
+	kind, _, _ := mime.ParseMediaType(a.Type)
+	if kind == wire.ProblemType && json.Unmarshal(a.Body, &p) == nil && p.Code != "" {
 		switch p.Code {
 		case string(sluice.Unavailable), wire.CodeBusy, wire.CodeTimeout:
 			return &lost{p.Err()}
 		}
 		return p.Err()
 	}
-	if resp.Request.Method == http.MethodHead && resp.StatusCode == http.StatusNotFound {
-		return &sluice.Error{Kind: sluice.NotFound, Op: "client", Subject: resp.Request.URL.Path} // it comes without a document
+	if method == http.MethodHead && a.StatusCode == http.StatusNotFound {
+		return &sluice.Error{Kind: sluice.NotFound, Op: "client", Subject: path} // it comes without a document
 	}
-	switch resp.StatusCode {
+	switch a.StatusCode {
 	case http.StatusBadGateway, http.StatusServiceUnavailable, http.StatusGatewayTimeout, http.StatusTooManyRequests:
-		return &lost{noService(resp, "no problem document")}
+		return &lost{noService(path, a, "no problem document")}
 	}
-	return noService(resp, "no problem document")
+	return noService(path, a, "no problem document")
 }
 
 // noService is for answers that no Sluice service gives: something else listens there, or stands between.
-func noService(resp *http.Response, what string) error {
-	return &sluice.Error{Kind: sluice.Unavailable, Op: "client", Subject: resp.Request.URL.Path, Detail: fmt.Sprintf("the answer has the status %s and %s", resp.Status, what), Hint: "is that the address of a Sluice service?"}
+func noService(path string, a *httpcall.Answer, what string) error {
+	return &sluice.Error{Kind: sluice.Unavailable, Op: "client", Subject: path, Detail: fmt.Sprintf("the answer has the status %d %s and %s", a.StatusCode, http.StatusText(a.StatusCode), what), Hint: "is that the address of a Sluice service?"}
 }
 
 // background is for what must be done although the caller's context has ended, in bounded time.

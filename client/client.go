@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"log/slog"
@@ -9,9 +10,11 @@ import (
 	"net/http"
 	"net/url"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/httpcall"
 	"github.com/sluice-ml/sluice/internal/wire"
 )
 
@@ -19,7 +22,8 @@ import (
 // called from any goroutine.
 type Client struct {
 	target   target
-	http     *http.Client
+	calls    *httpcall.Caller // of calls
+	http     *http.Client     // of what goes on for long: samples, and the session's connection
 	log      *slog.Logger
 	httpOnly bool
 	ranges   int
@@ -29,6 +33,7 @@ type Client struct {
 
 	session       string
 	sessionHeader []string
+	requests      atomic.Int64 // ids that were given out
 
 	ended  context.Context // what runs in the background ends with it
 	end    context.CancelCauseFunc
@@ -39,6 +44,11 @@ type Client struct {
 	owed    map[string]map[string]bool // handles that could not be given back yet, by run; true if their mappings are to stay counted
 	pinners map[*store]bool            // stores that have handed something out
 }
+
+const (
+	handshakeTime = 5 * time.Second
+	userAgent     = "sluice-client"
+)
 
 var errClosed = &sluice.Error{Kind: sluice.Closed, Op: "client", Detail: "the client is closed"}
 
@@ -68,13 +78,16 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 		// A redirection would take the token elsewhere.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
+	if c.calls, err = t.caller(c.session); err != nil {
+		return nil, err
+	}
 	if t.inClear() {
 		c.log.Warn("client: the token crosses the network unencrypted", "url", t.name)
 	}
 	c.ended, c.end = context.WithCancelCause(context.Background())
 	if _, err := c.Status(ctx); err != nil {
 		c.end(err)
-		c.http.CloseIdleConnections()
+		c.hangUp()
 		return nil, err
 	}
 	held := make(chan struct{})
@@ -87,18 +100,65 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	}
 }
 
+// dial makes a connection of TCP or to the unix socket.
+func (t *target) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	d := net.Dialer{Timeout: 5 * time.Second, KeepAlive: 15 * time.Second}
+	if t.socket != "" {
+		network, address = "unix", t.socket
+	}
+	return d.DialContext(ctx, network, address)
+}
+
 // transport speaks HTTP/1.1 only, where each of several transfers has a connection of its own.
 func (t *target) transport() *http.Transport {
-	d := &net.Dialer{Timeout: 5 * time.Second, KeepAlive: 15 * time.Second}
-	dial := d.DialContext
-	if t.socket != "" {
-		dial = func(ctx context.Context, _, _ string) (net.Conn, error) { return d.DialContext(ctx, "unix", t.socket) }
-	}
 	return &http.Transport{
-		DialContext: dial, TLSClientConfig: t.tls, TLSHandshakeTimeout: 5 * time.Second, ExpectContinueTimeout: time.Second,
+		DialContext: t.dial, TLSClientConfig: t.tls, TLSHandshakeTimeout: handshakeTime, ExpectContinueTimeout: time.Second,
 		MaxIdleConns: 256, MaxIdleConnsPerHost: 256, IdleConnTimeout: 90 * time.Second, DisableCompression: true,
 		WriteBufferSize: 64 << 10, ReadBufferSize: 16 << 10,
 	}
+}
+
+// caller makes the calls of a session.
+func (t *target) caller(session string) (*httpcall.Caller, error) {
+	u, err := url.Parse(t.base)
+	if err != nil {
+		return nil, invalid("url", "can't be read")
+	}
+	address, dial := u.Host, t.dial
+	if u.Scheme == "https" {
+		dial = t.dialTLS
+	}
+	if u.Port() == "" {
+		address = net.JoinHostPort(u.Hostname(), u.Scheme) // a port has its scheme's name too
+	}
+	headers := []string{"User-Agent: " + userAgent, wire.SessionHeader + ": " + session}
+	if t.token != "" {
+		headers = append(headers, "Authorization: Bearer "+t.token)
+	}
+	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return dial(ctx, "tcp", address) }, u.Host, u.EscapedPath(), headers...)
+}
+
+func (t *target) dialTLS(ctx context.Context, network, address string) (net.Conn, error) {
+	plain, err := t.dial(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	host, _, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, errors.Join(err, plain.Close())
+	}
+	config := &tls.Config{MinVersion: tls.VersionTLS12}
+	if t.tls != nil {
+		config = t.tls.Clone()
+	}
+	config.ServerName, config.NextProtos = host, []string{"http/1.1"}
+	conn := tls.Client(plain, config)
+	ctx, cancel := context.WithTimeout(ctx, handshakeTime)
+	defer cancel()
+	if err := conn.HandshakeContext(ctx); err != nil {
+		return nil, errors.Join(err, plain.Close())
+	}
+	return conn, nil
 }
 
 // Close ends the session: reservations and pins go, leases of its consumers return to the head, and calls under way end with ErrClosed. Tensors that were handed out stay valid until they are closed. It waits a
@@ -113,6 +173,7 @@ func (c *Client) Close() error {
 		return nil
 	}
 	c.end(errClosed)
+	c.calls.End(errClosed)
 	c.behind.Wait()
 	ctx, cancel := background(context.Background())
 	defer cancel()
@@ -122,6 +183,12 @@ func (c *Client) Close() error {
 	}
 	c.http.CloseIdleConnections()
 	return err
+}
+
+// hangUp ends all connections.
+func (c *Client) hangUp() {
+	c.calls.End(errClosed)
+	c.http.CloseIdleConnections()
 }
 
 // open fails once the client is closed.

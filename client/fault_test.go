@@ -387,7 +387,7 @@ func (c *Client) crash() {
 	c.mu.Unlock()
 	c.end(errClosed)
 	c.behind.Wait()
-	c.http.CloseIdleConnections()
+	c.hangUp()
 }
 
 func TestASlowServiceIsNoLostOne(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/sluice-ml/sluice"
+	"github.com/sluice-ml/sluice/internal/httpcall"
 	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/safetensors"
 )
@@ -178,7 +179,7 @@ func (d *download) parts(p []byte, off int64) error {
 
 // part fills p, going on where a connection broke.
 func (d *download) part(ctx context.Context, p []byte, off int64) error {
-	id := newID()
+	id := d.c.newRequestID()
 	t := d.tally(off)
 	var pause backoff
 	since := time.Now()
@@ -237,14 +238,14 @@ func (d *download) stream(ctx context.Context, id string, p []byte, off int64, t
 			return 0, &sluice.Error{Kind: sluice.Corrupt, Op: "client: get", Subject: d.sample, Detail: fmt.Sprintf("the service sent all of %d bytes, want bytes %d to %d of %d", resp.ContentLength, off, off+int64(len(p)), d.size)}
 		}
 	default:
-		data, err := readAll(resp)
+		a, err := answered(resp)
 		if err != nil {
 			return 0, err
 		}
-		return 0, refusal(resp, data)
+		return 0, refusal(req.Method, d.path, a)
 	}
 	if strings.TrimSpace(resp.Header.Get("Content-Encoding")) != "" {
-		return 0, noService(resp, "a content encoding")
+		return 0, noService(d.path, &httpcall.Answer{StatusCode: resp.StatusCode}, "a content encoding")
 	}
 	for n < len(p) {
 		m, err := resp.Body.Read(p[n:min(len(p), n+readBytes)])

@@ -42,16 +42,16 @@ func producerOf(p sluice.Producer) *wire.Producer {
 }
 
 // requestID is the caller's, or a fresh one.
-func requestID(callers string) string {
+func (q *queue) requestID(callers string) string {
 	if callers != "" {
 		return callers
 	}
-	return newID()
+	return q.c.newRequestID()
 }
 
 // Reserve waits in slices, all with one id: by that the service keeps the place in the line from one to the next.
 func (q *queue) Reserve(ctx context.Context, r sluice.ReserveRequest) (sluice.Reservation, error) {
-	for id := requestID(r.RequestID); ; {
+	for id := q.requestID(r.RequestID); ; {
 		got, err := reserve(ctx, q.c, q.run, wire.Reserve{Producer: producerOf(r.Producer), Bytes: []int64{r.Bytes}, WaitSeconds: wire.SecondsOf(slice), RequestID: id})
 		if err != nil || got.ID != "" {
 			return got, err
@@ -109,7 +109,7 @@ func consumerOf(c sluice.Consumer) wire.Consumer {
 
 // Acquire waits in slices. The first carries the caller's id; those behind it have their own, since what a slice came to is not what the next one shall repeat.
 func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.Delivery, error) {
-	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead, RequestID: requestID(r.RequestID)}
+	in := wire.Acquire{Consumer: consumerOf(r.Consumer), Max: min(r.Max, wire.MaxBatch), Ahead: r.Ahead, RequestID: q.requestID(r.RequestID)}
 	for until := time.Now().Add(r.Wait); ; {
 		wait, last := slice, false
 		if r.Wait >= 0 {
@@ -125,7 +125,7 @@ func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.De
 		if err != nil || d.End || len(d.Leases) > 0 || last {
 			return d, err
 		}
-		in.RequestID = newID()
+		in.RequestID = q.c.newRequestID()
 	}
 }
 
@@ -159,7 +159,7 @@ func (q *queue) handBack(ctx context.Context, in wire.Acquire) {
 	var out wire.Delivery
 	err := q.post(ctx, "/acquire", &in, &out, 0)
 	if err == nil && len(out.Leases) > 0 {
-		back := wire.Settle{Consumer: in.Consumer, RequestID: newID()}
+		back := wire.Settle{Consumer: in.Consumer, RequestID: q.c.newRequestID()}
 		for _, l := range out.Leases {
 			back.Settlements = append(back.Settlements, wire.Settlement{Lease: l.ID, Verdict: sluice.Return})
 		}
@@ -173,9 +173,9 @@ func (q *queue) handBack(ctx context.Context, in wire.Acquire) {
 func (q *queue) Settle(ctx context.Context, r sluice.SettleRequest) ([]sluice.SettleResult, error) {
 	results := make([]sluice.SettleResult, 0, len(r.Settlements))
 	for part := range slices.Chunk(r.Settlements, wire.MaxBatch) {
-		in := wire.Settle{Consumer: consumerOf(r.Consumer), Settlements: make([]wire.Settlement, len(part)), RequestID: requestID(r.RequestID)}
+		in := wire.Settle{Consumer: consumerOf(r.Consumer), Settlements: make([]wire.Settlement, len(part)), RequestID: q.requestID(r.RequestID)}
 		if len(results) > 0 {
-			in.RequestID = newID() // the caller's stands for one call
+			in.RequestID = q.c.newRequestID() // the caller's stands for one call
 		}
 		for i, s := range part {
 			in.Settlements[i] = wire.Settlement(s)

@@ -53,7 +53,7 @@ func (c *Client) holdOnce(held func()) error {
 	defer cancel(nil)
 	watch := time.AfterFunc(silence, func() { cancel(fmt.Errorf("no sign of life for %v", silence)) })
 	defer watch.Stop()
-	req, err := c.request(ctx, http.MethodGet, "/v1/sessions/"+c.session, newID())
+	req, err := c.request(ctx, http.MethodGet, "/v1/sessions/"+c.session, c.newRequestID())
 	if err != nil {
 		return err
 	}
@@ -61,14 +61,14 @@ func (c *Client) holdOnce(held func()) error {
 	if err != nil {
 		return err
 	}
-	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	if resp.StatusCode != http.StatusOK {
-		data, err := readAll(resp)
+		a, err := answered(resp)
 		if err != nil {
 			return err
 		}
-		return refusal(resp, data)
+		return refusal(req.Method, req.URL.Path, a)
 	}
+	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
 	held()
 	buf := make([]byte, 512)
 	for {

@@ -94,7 +94,7 @@ func (s *store) Reserve(ctx context.Context, bytes int64) (sluice.Reservation, e
 	if err := s.enter(ctx, "reserve"); err != nil {
 		return sluice.Reservation{}, err
 	}
-	r, err := reserve(ctx, s.c, s.run, wire.Reserve{Bytes: []int64{bytes}, Ungated: true, RequestID: newID()})
+	r, err := reserve(ctx, s.c, s.run, wire.Reserve{Bytes: []int64{bytes}, Ungated: true, RequestID: s.c.newRequestID()})
 	if err != nil {
 		return r, err
 	}
@@ -514,7 +514,7 @@ func (s *store) Health() sluice.Health {
 	var h sluice.Health
 	err := s.c.open()
 	if err == nil {
-		err = s.c.attempt(ctx, &call{method: http.MethodGet, path: s.path("/health"), out: &h}, newID(), nil)
+		err = s.c.attempt(ctx, &call{method: http.MethodGet, path: s.path("/health"), out: &h}, s.c.newRequestID(), nil)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

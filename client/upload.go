@@ -29,7 +29,7 @@ func (s *store) upload(ctx context.Context, ref sluice.Ref, layout *safetensors.
 	if err != nil {
 		return err
 	}
-	id := newID()
+	id := s.c.newRequestID()
 	var pause backoff
 	since := time.Now()
 	for attempts := 1; ; attempts++ {
@@ -87,8 +87,11 @@ func (s *store) uploadOnce(ctx context.Context, path, id, fields string, size in
 	if err != nil {
 		return &lost{err}
 	}
-	defer resp.Body.Close() //nolint:errcheck // it has been read, or is given up
-	return decode(resp, nil)
+	a, err := answered(resp)
+	if err != nil {
+		return err
+	}
+	return decode(req.Method, path, a, nil)
 }
 
 // uploadBody is the file as a request's body. It ends with an error when ctx does.

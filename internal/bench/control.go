@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/sluice-ml/sluice"
 	"github.com/sluice-ml/sluice/client"
+	"github.com/sluice-ml/sluice/internal/httpcall"
 	"github.com/sluice-ml/sluice/internal/wire"
 	"github.com/sluice-ml/sluice/journal/natsjournal"
 	"github.com/sluice-ml/sluice/service"
@@ -59,9 +61,10 @@ func (b *bench) controlJobs(places []*place) []job {
 // plant is a service behind its door, with what its callers need.
 type plant struct {
 	url, token string
-	http       *http.Client
-	run        *client.Run  // nil: a JSON echo
-	stored     []sluice.Ref // not committed yet
+	calls      *httpcall.Caller // of the service
+	http       *http.Client     // of the echo
+	run        *client.Run      // nil: a JSON echo
+	stored     []sluice.Ref     // not committed yet
 	made       int
 	taps       *taps
 	close      func() error
@@ -118,8 +121,10 @@ func newPlant(ctx context.Context, samples, journals string, durability dirstore
 	}
 	i := slices.IndexFunc(tokens, func(t wire.Token) bool { return t.Role == string(access.Operator) })
 	p.url, p.token = door.Endpoint().URL, tokens[i].Value
-	p.http = newHTTPClient()
-	undo = append(undo, func() error { p.http.CloseIdleConnections(); return nil })
+	if p.calls, err = newCaller(p.url, p.token); err != nil {
+		return nil, err
+	}
+	undo = append(undo, func() error { p.calls.End(net.ErrClosed); return nil })
 	c, err := client.Dial(ctx, client.Options{URL: p.url, Token: p.token, Logger: quiet})
 	if err != nil {
 		return nil, err
@@ -136,6 +141,15 @@ func newPlant(ctx context.Context, samples, journals string, durability dirstore
 		return nil, err
 	}
 	return p, nil
+}
+
+// newCaller are as those of package client.
+func newCaller(to, token string) (*httpcall.Caller, error) {
+	u, err := url.Parse(to)
+	if err != nil {
+		return nil, err
+	}
+	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return new(net.Dialer).DialContext(ctx, "tcp", u.Host) }, u.Host, "", "Authorization: Bearer "+token)
 }
 
 func newHTTPClient() *http.Client {
@@ -189,9 +203,30 @@ func spread(ctx context.Context, n, each int, do func(ctx context.Context, calle
 	return context.Cause(ctx)
 }
 
-// post makes one call.
+// post makes one call: of the service as package client does, with its connections and its way to write and read bodies; of the echo as a Go program would without us.
 func (p *plant) post(ctx context.Context, call string, in, out any) error {
-	body, err := p.write(in)
+	if p.run == nil {
+		return p.postEcho(ctx, call, in, out)
+	}
+	body, err := wire.Append(nil, in)
+	if err != nil {
+		return err
+	}
+	a, err := p.calls.Do(ctx, &httpcall.Call{Method: http.MethodPost, Path: "/v1/runs/" + runID + "/" + call, Body: body, Limit: time.Minute, Most: 1 << 24})
+	if err != nil {
+		return err
+	}
+	if a.StatusCode/100 != 2 {
+		return fmt.Errorf("%s was answered %d: %s", call, a.StatusCode, a.Body)
+	}
+	if out == nil || wire.Read(a.Body, out) {
+		return nil
+	}
+	return json.Unmarshal(a.Body, out)
+}
+
+func (p *plant) postEcho(ctx context.Context, call string, in, out any) error {
+	body, err := json.Marshal(in)
 	if err != nil {
 		return err
 	}
@@ -209,26 +244,8 @@ func (p *plant) post(ctx context.Context, call string, in, out any) error {
 	if err := errors.Join(err, resp.Body.Close()); err != nil {
 		return err
 	}
-	if resp.StatusCode/100 != 2 {
+	if resp.StatusCode != http.StatusOK {
 		return fmt.Errorf("%s was answered %s: %s", call, resp.Status, answer)
-	}
-	if out == nil {
-		return nil
-	}
-	return p.read(answer, out)
-}
-
-// write and read are for bodies. The service's callers do what package client does; the floor's have encoding/json.
-func (p *plant) write(in any) ([]byte, error) {
-	if p.run == nil {
-		return json.Marshal(in)
-	}
-	return wire.Append(nil, in)
-}
-
-func (p *plant) read(answer []byte, out any) error {
-	if p.run != nil && wire.Read(answer, out) {
-		return nil
 	}
 	return json.Unmarshal(answer, out)
 }
@@ -262,8 +279,11 @@ func (p *plant) echo(ctx context.Context, caller int, refs []sluice.Ref) error {
 		p.post(ctx, "acquire", &c.acquire, &wire.Acquire{}), p.post(ctx, "settle", &c.settle, &wire.Settle{}))
 }
 
-// cycle takes samples through the service, and returns the reservations, which uploads would have used up.
+// cycle takes samples through the service, and returns the reservations, which uploads would have used up. One sample goes by the calls of package client, several by those of the API.
 func (p *plant) cycle(ctx context.Context, caller int, refs []sluice.Ref) (room []string, err error) {
+	if len(refs) == 1 {
+		return p.cycleOne(ctx, caller, refs[0])
+	}
 	c := newBodies(caller, refs)
 	var reserved wire.Reservations
 	if err := p.post(ctx, "reserve", &c.reserve, &reserved); err != nil {
@@ -306,6 +326,27 @@ func (p *plant) cycle(ctx context.Context, caller int, refs []sluice.Ref) (room 
 		}
 	}
 	return room, nil
+}
+
+func (p *plant) cycleOne(ctx context.Context, caller int, ref sluice.Ref) (room []string, err error) {
+	q, who := p.run.Queue(), sluice.Consumer{Name: "c" + strconv.Itoa(caller)}
+	r, err := q.Reserve(ctx, sluice.ReserveRequest{Bytes: ref.EstimatedBytes()})
+	if err != nil {
+		return nil, err
+	}
+	room = []string{r.ID}
+	if status, err := q.Put(ctx, sluice.PutRequest{Ref: ref}); err != nil || status != sluice.Enqueued {
+		return room, errors.Join(err, fmt.Errorf("the put of %s was answered %q, want %q", ref.SampleID(), status, sluice.Enqueued))
+	}
+	d, err := q.Acquire(ctx, sluice.AcquireRequest{Consumer: who, Max: 1, Wait: time.Minute})
+	if err != nil || len(d.Leases) != 1 {
+		return room, errors.Join(err, fmt.Errorf("acquire gave %d leases, want 1", len(d.Leases)))
+	}
+	settled, err := q.Settle(ctx, sluice.SettleRequest{Consumer: who, Settlements: []sluice.Settlement{{Lease: d.Leases[0].ID, Verdict: sluice.Ack}}})
+	if err == nil && settled[0].Status != sluice.Settled {
+		err = fmt.Errorf("the ack was answered %q, want %q", settled[0].Status, sluice.Settled)
+	}
+	return room, err
 }
 
 func (p *plant) ack(ctx context.Context, c *bodies, leases []wire.Lease) error {

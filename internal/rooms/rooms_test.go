@@ -32,7 +32,7 @@ var rules = []struct {
 	{"target/...", []string{".", "safetensors"}},
 	{"prompt", []string{"."}},
 	{"stream", []string{"."}},
-	{"client", []string{".", "safetensors", "internal/wire"}},
+	{"client", []string{".", "safetensors", "internal/wire", "internal/httpcall"}},
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/...", "internal/wire"}},
 	{"internal/demo", []string{".", "client", "internal/wire", "safetensors", "store/...", "queue", "target/...", "prompt", "stream", "internal/scratch", "internal/child", "internal/gauge"}},
 	{"internal/bench", []string{".", "store/...", "queue", "journal/...", "service/...", "client", "target/...", "internal/wire", "internal/plan", "internal/scratch"}},

@@ -1,0 +1,194 @@
+package httpcall
+
+import (
+	"bufio"
+	"bytes"
+	"errors"
+	"io"
+	"math"
+	"net/http"
+	"net/http/httputil"
+	"strconv"
+)
+
+const (
+	longestLine = 8 << 10 // bytes of the headers of an answer
+	mostLines   = 256     // of those headers
+	mostInterim = 8       // answers of 1xx before the one that counts
+)
+
+// Answer is what the server said.
+type Answer struct {
+	StatusCode int
+	Type       string // the Content-Type
+	Body       []byte
+}
+
+// ErrTooLong is for an answer that is longer than the call lets it be.
+var ErrTooLong = errors.New("the answer is too long")
+
+func malformed(what string) error { return errors.New("the answer is no HTTP/1.1: " + what) }
+
+// head is what matters of an answer before its body.
+type head struct {
+	status    int
+	mediaType string
+	length    int64 // -1 if it is not told
+	chunked   bool
+	close     bool // there is no other answer behind it
+}
+
+// readAnswer reads the answer to a call of a method. It reports whether it ended where the next one begins. It accepts less than net/http does, and reads what it accepts as that does: FuzzAnswer.
+func readAnswer(r *bufio.Reader, method string, most int64) (a Answer, whole bool, err error) {
+	h, err := readHead(r)
+	for i := 0; err == nil && h.status/100 == 1 && h.status != http.StatusSwitchingProtocols && i < mostInterim; i++ {
+		h, err = readHead(r)
+	}
+	if err != nil {
+		return a, false, unexpected(err)
+	}
+	a = Answer{StatusCode: h.status, Type: h.mediaType}
+	body := io.Reader(r)
+	switch {
+	case h.status/100 == 1:
+		return a, false, malformed("status " + strconv.Itoa(h.status))
+	case method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified:
+		return a, !h.close && r.Buffered() == 0, nil
+	case h.chunked:
+		body = httputil.NewChunkedReader(r) // it stops before the trailers
+		h.close = true
+	case h.length > most:
+		return a, false, ErrTooLong
+	case h.length >= 0:
+		a.Body = make([]byte, h.length)
+		if _, err := io.ReadFull(r, a.Body); err != nil {
+			return a, false, unexpected(err)
+		}
+		return a, !h.close && r.Buffered() == 0, nil
+	}
+	if a.Body, err = io.ReadAll(io.LimitReader(body, most+1)); err != nil {
+		return a, false, unexpected(err)
+	}
+	if int64(len(a.Body)) > most {
+		return a, false, ErrTooLong
+	}
+	return a, false, nil
+}
+
+// unexpected is an end in the middle of an answer.
+func unexpected(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// readLine reads a line, without its end. It is valid until the next one is read.
+func readLine(r *bufio.Reader) ([]byte, error) {
+	line, err := r.ReadSlice('\n')
+	if errors.Is(err, bufio.ErrBufferFull) {
+		return nil, malformed("a line of its headers is too long")
+	}
+	if err != nil {
+		return nil, err
+	}
+	line, ok := bytes.CutSuffix(line, []byte("\r\n"))
+	if !ok {
+		return nil, malformed("a line of its headers has no end")
+	}
+	return line, nil
+}
+
+func readHead(r *bufio.Reader) (h head, err error) {
+	h.length = -1
+	line, err := readLine(r)
+	if err != nil {
+		return h, err
+	}
+	version, rest, _ := bytes.Cut(line, []byte(" "))
+	code, _, _ := bytes.Cut(rest, []byte(" "))
+	switch string(version) {
+	case "HTTP/1.1":
+	case "HTTP/1.0":
+		h.close = true
+	default:
+		return h, malformed("its first line")
+	}
+	status, ok := digits(code)
+	if !ok || len(code) != 3 || status < 100 {
+		return h, malformed("its status")
+	}
+	h.status = int(status)
+	for range mostLines {
+		if line, err = readLine(r); err != nil {
+			return h, err
+		}
+		if len(line) == 0 {
+			return h, nil
+		}
+		name, value, ok := bytes.Cut(line, []byte(":"))
+		if !ok || len(name) == 0 || !token(name) {
+			return h, malformed("the name of a header")
+		}
+		value = bytes.Trim(value, " \t")
+		if bytes.ContainsFunc(value, func(r rune) bool { return r < ' ' && r != '\t' || r == 0x7f }) {
+			return h, malformed("the value of a header")
+		}
+		if err := h.header(name, value); err != nil {
+			return h, err
+		}
+	}
+	return h, malformed("it has too many headers")
+}
+
+func (h *head) header(name, value []byte) error {
+	switch {
+	case is(name, "Content-Length"):
+		n, ok := digits(value)
+		if !ok || h.length >= 0 && h.length != n || h.chunked {
+			return malformed("its Content-Length")
+		}
+		h.length = n
+	case is(name, "Transfer-Encoding"):
+		if !is(value, "chunked") || h.chunked || h.length >= 0 {
+			return malformed("its Transfer-Encoding")
+		}
+		h.chunked = true
+	case is(name, "Connection"):
+		h.close = true // whatever it says: there is nothing to say between us
+	case is(name, "Content-Type") && h.mediaType == "":
+		if h.mediaType = "application/json"; string(value) != h.mediaType { // as nearly always, without a copy
+			h.mediaType = string(value)
+		}
+	}
+	return nil
+}
+
+// is compares without regard to case.
+func is(a []byte, b string) bool { return len(a) == len(b) && bytes.EqualFold(a, []byte(b)) }
+
+// digits is a decimal number without a sign.
+func digits(p []byte) (n int64, ok bool) {
+	if len(p) == 0 || len(p) > 18 {
+		return 0, false
+	}
+	for _, d := range p {
+		if d < '0' || d > '9' {
+			return 0, false
+		}
+		n = n*10 + int64(d-'0')
+	}
+	return n, n < math.MaxInt64
+}
+
+// token reports whether a name is one of RFC 9110.
+func token(name []byte) bool {
+	for _, b := range name {
+		switch {
+		case 'a' <= b && b <= 'z', 'A' <= b && b <= 'Z', '0' <= b && b <= '9', bytes.IndexByte([]byte("!#$%&'*+-.^_`|~"), b) >= 0:
+		default:
+			return false
+		}
+	}
+	return true
+}
