@@ -539,9 +539,12 @@ func (w *served) ReadFrom(r io.Reader) (int64, error) {
 	// The sample is let go before its last bytes are sent. Who has all of them may release it at once on another connection, and then finds it free.
 	last := make([]byte, min(l.N, lastBytes))
 	l.N -= int64(len(last))
-	n, err := io.Copy(w.ResponseWriter, l)
-	if err != nil || l.N > 0 {
-		return n, err
+	var n int64
+	if l.N > 0 { // by the kernel
+		var err error
+		if n, err = io.Copy(w.ResponseWriter, l); err != nil || l.N > 0 {
+			return n, err
+		}
 	}
 	if _, err := io.ReadFull(l.R, last); err != nil {
 		return n, err

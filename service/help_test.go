@@ -244,8 +244,9 @@ func features(n int64) []sluice.Feature {
 const sampleBytes = 8*4 + 2*8
 
 // file is a sample as a safetensors file that does not carry a ref.
-func file(t testing.TB, n int64) []byte {
-	fs := features(n)
+func file(t testing.TB, n int64) []byte { return fileOf(t, features(n)) }
+
+func fileOf(t testing.TB, fs []sluice.Feature) []byte {
 	layout, err := safetensors.NewLayout(fs, nil)
 	if err != nil {
 		t.Fatal(err)

@@ -347,9 +347,9 @@ func TestFilesAreSentByTheKernel(t *testing.T) {
 	t.Parallel()
 	b := newBed(t, Options{})
 	b.create("r1")
-	ref := b.put("r1", "s-1")
+	ref := b.uploadWide("s-1")
 	for _, path := range []string{sampleURL(ref), sampleURL(ref) + "/features/hidden_states"} {
-		for _, rng := range []string{"", "bytes=3-20"} {
+		for _, rng := range []string{"", "bytes=3-20000"} {
 			r := httptest.NewRequest(http.MethodGet, path+"?generation="+ref.Generation(), nil)
 			if rng != "" {
 				r.Header.Set("Range", rng)
@@ -376,6 +376,60 @@ func (w *fileTaker) ReadFrom(r io.Reader) (int64, error) {
 		})
 	}
 	return io.Copy(w.ResponseRecorder, r)
+}
+
+// uploadWide brings a sample into r1 that is more than a server holds in its buffers.
+func (b *bed) uploadWide(id string) sluice.Ref {
+	b.t.Helper()
+	fs := features(1)
+	fs[0].Tensor = sluice.NewTensor(sluice.Float32, 1, 2, 16<<10)
+	a := b.send("PUT", "/v1/runs/r1/samples/"+id, map[string]string{"Content-Type": binary, wire.SampleHeader: fields}, bytes.NewReader(fileOf(b.t, fs)))
+	var st wire.Stored
+	if err := json.Unmarshal(a.body, &st); err != nil || a.status != http.StatusCreated {
+		b.t.Fatalf("upload: %d %s", a.status, a.body)
+	}
+	return st.Ref
+}
+
+// Who has all bytes of a sample may give it up at once, while the call that sent them has not returned: then it is free.
+func TestASampleIsLetGoBeforeItsLastBytesAreSent(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	for name, ref := range map[string]sluice.Ref{"small": b.upload("r1", "s-1", ""), "wide": b.uploadWide("s-2")} {
+		pin := do[wire.Pinned](b, "POST", "/v1/runs/r1/pins", wire.Pin{Ref: ref})
+		r := httptest.NewRequest(http.MethodGet, sampleURL(ref)+"?generation="+ref.Generation(), nil)
+		w := &meter{ResponseRecorder: httptest.NewRecorder()}
+		before := b.status("r1").Health.ResidentSamples
+		w.all = func() bool { return int64(w.Body.Len()) == pin.Size }
+		w.then = func() {
+			do[nothing](b, "POST", "/v1/runs/r1/abort", wire.Abort{Ref: ref}) // it goes with its last pin
+			do[nothing](b, "POST", "/v1/runs/r1/release", wire.Release{Handles: []string{pin.Handle}})
+			if after := b.status("r1").Health.ResidentSamples; after != before-1 {
+				t.Errorf("%s: %d samples are resident, and %d when all bytes are there", name, before, after)
+			}
+		}
+		b.s.Handler().ServeHTTP(w, r.WithContext(access.WithCaller(r.Context(), b.as)))
+		if w.Code != http.StatusOK || w.then != nil {
+			t.Errorf("%s: %d, %d bytes", name, w.Code, w.Body.Len())
+		}
+	}
+}
+
+// meter is a writer that does something once all is there.
+type meter struct {
+	*httptest.ResponseRecorder
+	all  func() bool
+	then func()
+}
+
+func (w *meter) Write(p []byte) (int, error) {
+	n, err := w.ResponseRecorder.Write(p)
+	if w.then != nil && w.all() {
+		w.then()
+		w.then = nil
+	}
+	return n, err
 }
 
 func TestAClockThatJumpsBackEndsNothing(t *testing.T) {

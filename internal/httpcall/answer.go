@@ -35,6 +35,7 @@ type head struct {
 	mediaType string
 	length    int64 // -1 if it is not told
 	chunked   bool
+	old       bool // HTTP/1.0
 	close     bool // there is no other answer behind it
 }
 
@@ -55,8 +56,7 @@ func readAnswer(r *bufio.Reader, method string, most int64) (a Answer, whole boo
 	case method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified:
 		return a, !h.close && r.Buffered() == 0, nil
 	case h.chunked:
-		body = httputil.NewChunkedReader(r) // it stops before the trailers
-		h.close = true
+		body = httputil.NewChunkedReader(r)
 	case h.length > most:
 		return a, false, ErrTooLong
 	case h.length >= 0:
@@ -72,7 +72,13 @@ func readAnswer(r *bufio.Reader, method string, most int64) (a Answer, whole boo
 	if int64(len(a.Body)) > most {
 		return a, false, ErrTooLong
 	}
-	return a, false, nil
+	if !h.chunked { // it ended with the connection
+		return a, false, nil
+	}
+	if err := readFields(r, func(_, _ []byte) error { return nil }); err != nil { // the trailers
+		return a, false, unexpected(err)
+	}
+	return a, !h.close && r.Buffered() == 0, nil
 }
 
 // unexpected is an end in the middle of an answer.
@@ -99,8 +105,8 @@ func readLine(r *bufio.Reader) ([]byte, error) {
 	return line, nil
 }
 
-func readHead(r *bufio.Reader) (h head, err error) {
-	h.length = -1
+func readHead(r *bufio.Reader) (*head, error) {
+	h := &head{length: -1}
 	line, err := readLine(r)
 	if err != nil {
 		return h, err
@@ -110,7 +116,7 @@ func readHead(r *bufio.Reader) (h head, err error) {
 	switch string(version) {
 	case "HTTP/1.1":
 	case "HTTP/1.0":
-		h.close = true
+		h.old, h.close = true, true
 	default:
 		return h, malformed("its first line")
 	}
@@ -119,26 +125,31 @@ func readHead(r *bufio.Reader) (h head, err error) {
 		return h, malformed("its status")
 	}
 	h.status = int(status)
+	return h, readFields(r, h.header)
+}
+
+// readFields reads headers or trailers and the empty line behind them.
+func readFields(r *bufio.Reader, each func(name, value []byte) error) error {
 	for range mostLines {
-		if line, err = readLine(r); err != nil {
-			return h, err
-		}
-		if len(line) == 0 {
-			return h, nil
+		line, err := readLine(r)
+		if err != nil || len(line) == 0 {
+			return err
 		}
 		name, value, ok := bytes.Cut(line, []byte(":"))
 		if !ok || len(name) == 0 || !token(name) {
-			return h, malformed("the name of a header")
+			return malformed("the name of a header")
 		}
 		value = bytes.Trim(value, " \t")
-		if bytes.ContainsFunc(value, func(r rune) bool { return r < ' ' && r != '\t' || r == 0x7f }) {
-			return h, malformed("the value of a header")
+		for _, b := range value {
+			if b < ' ' && b != '\t' || b == 0x7f {
+				return malformed("the value of a header")
+			}
 		}
-		if err := h.header(name, value); err != nil {
-			return h, err
+		if err := each(name, value); err != nil {
+			return err
 		}
 	}
-	return h, malformed("it has too many headers")
+	return malformed("it has too many headers")
 }
 
 func (h *head) header(name, value []byte) error {
@@ -150,7 +161,7 @@ func (h *head) header(name, value []byte) error {
 		}
 		h.length = n
 	case is(name, "Transfer-Encoding"):
-		if !is(value, "chunked") || h.chunked || h.length >= 0 {
+		if !is(value, "chunked") || h.chunked || h.length >= 0 || h.old {
 			return malformed("its Transfer-Encoding")
 		}
 		h.chunked = true

@@ -60,8 +60,8 @@ type Call struct {
 func New(dial func(context.Context) (net.Conn, error), host, path string, headers ...string) (*Caller, error) {
 	h := &Caller{dial: dial, path: path, busy: map[*conn]struct{}{}}
 	for _, line := range append([]string{"Host: " + host}, headers...) {
-		if !printable(line) {
-			return nil, errors.New("httpcall: a header holds a control byte") // which may be a secret
+		if !printable(line) || !printable(path) {
+			return nil, errors.New("httpcall: a header or the path holds a control byte") // which may be in a secret
 		}
 		h.head += line + "\r\n"
 	}
@@ -94,6 +94,9 @@ func (h *Caller) End(err error) {
 func (h *Caller) Do(ctx context.Context, k *Call) (Answer, error) {
 	if !printable(k.Path) || strings.Contains(k.Path, " ") {
 		return Answer{}, fmt.Errorf("httpcall: the path %q is not escaped", k.Path)
+	}
+	if ctx.Err() != nil {
+		return Answer{}, context.Cause(ctx)
 	}
 	now := time.Now()
 	c, err := h.take(ctx, k, now)
