@@ -131,6 +131,7 @@ var (
 		gauge("paused", "1 when the gate is closed at the high mark.", func(s *wire.Status) float64 { return truth(s.Paused) }),
 		gauge("starving", "1 when a consumer waits and nothing is deliverable to it.", func(s *wire.Status) float64 { return truth(s.Starving) }),
 		gauge("wedged", "1 when both sides wait and nothing can move: alert on this.", func(s *wire.Status) float64 { return truth(s.Wedged != "") }),
+		gauge("missing_ranks", "Ranks without a living consumer that the others wait for.", func(s *wire.Status) float64 { return float64(len(s.MissingRanks)) }),
 		gauge("producers", "Producers that are known.", func(s *wire.Status) float64 { return float64(len(s.Producers)) }),
 		gauge("consumers", "Consumers that are known.", func(s *wire.Status) float64 { return float64(len(s.Consumers)) }),
 		gauge("producers_waiting", "Producers' calls that wait at the gate.", func(s *wire.Status) float64 { return float64(s.ProducersWaiting) }),

@@ -22,7 +22,7 @@ func status(context.Context) wire.ServiceStatus {
 	return wire.ServiceStatus{
 		Version: "v1", Durability: "process", Ready: true, Started: time.Unix(1000, 0), MaxBytes: 100, CapBytes: 60, Sessions: 2, Abandoned: 3,
 		Runs: []wire.Status{{
-			RunID: "r1", Put: 7, Acked: 5, Pending: 1, Outstanding: 1, Wedged: "both wait", ProducerPausedSeconds: 1.5, OldestLeaseSeconds: 2,
+			RunID: "r1", Put: 7, Acked: 5, Pending: 1, Outstanding: 1, Wedged: "both wait", ProducerPausedSeconds: 1.5, OldestLeaseSeconds: 2, MissingRanks: []int{1, 3},
 			Health: sluice.Health{ResidentBytes: 20, Caps: sluice.Caps{MaxBytes: 60, HighWatermarkBytes: 45, LowWatermarkBytes: 15}},
 		}, {RunID: "r2"}, {RunID: "r3", Unavailable: "is being opened"}},
 	}
@@ -45,7 +45,7 @@ func TestAScrapeSaysWhatTheStatusSays(t *testing.T) {
 	text := scrape(t, m)
 	for _, want := range []string{
 		`sluice_run_samples_put_total{run="r1"} 7`, `sluice_run_samples_acked_total{run="r1"} 5`, `sluice_run_samples_put_total{run="r2"} 0`,
-		`sluice_run_wedged{run="r1"} 1`, `sluice_run_wedged{run="r2"} 0`, `sluice_run_up{run="r2"} 1`, `sluice_run_up{run="r3"} 0`, `sluice_run_resident_bytes{run="r1"} 20`, `sluice_run_high_watermark_bytes{run="r1"} 45`,
+		`sluice_run_wedged{run="r1"} 1`, `sluice_run_missing_ranks{run="r1"} 2`, `sluice_run_missing_ranks{run="r2"} 0`, `sluice_run_wedged{run="r2"} 0`, `sluice_run_up{run="r2"} 1`, `sluice_run_up{run="r3"} 0`, `sluice_run_resident_bytes{run="r1"} 20`, `sluice_run_high_watermark_bytes{run="r1"} 45`,
 		`sluice_run_producer_paused_seconds_total{run="r1"} 1.5`, `sluice_build_info{durability="process",version="v1"} 1`, `sluice_ready 1`, `sluice_sessions 2`, `sluice_samples_abandoned_total 3`,
 		`sluice_http_requests_total{code="200",method="POST",route="/v1/runs/{run}/acquire"} 1`, `sluice_http_sent_bytes_total 200`,
 		`sluice_http_request_duration_seconds_bucket{route="/v1/runs/{run}/acquire",le="0.005"} 1`,
