@@ -35,7 +35,7 @@ var rules = []struct {
 	{"client", []string{".", "safetensors", "internal/wire", "internal/httpcall"}},
 	{"service/...", []string{".", "safetensors", "store/...", "queue", "journal/...", "internal/wire"}},
 	{"internal/demo", []string{".", "client", "internal/wire", "safetensors", "store/...", "queue", "target/...", "prompt", "stream", "internal/scratch", "internal/child", "internal/gauge"}},
-	{"internal/bench", []string{".", "store/...", "queue", "journal/...", "service/...", "client", "target/...", "internal/wire", "internal/plan", "internal/scratch"}},
+	{"internal/bench", []string{".", "store/...", "queue", "journal/...", "service/...", "client", "target/...", "internal/wire", "internal/httpcall", "internal/plan", "internal/scratch"}},
 	{"internal/torture", []string{".", "client", "internal/wire", "internal/scratch", "internal/child"}},
 	{"internal/inspect", []string{".", "safetensors", "store/dirstore"}},
 	{"internal/...", []string{"."}},
