@@ -165,8 +165,8 @@ func (h *head) header(name, value []byte) error {
 			return malformed("its Transfer-Encoding")
 		}
 		h.chunked = true
-	case is(name, "Connection"):
-		h.close = true // whatever it says: there is nothing to say between us
+	case is(name, "Connection") && !is(value, "keep-alive"): // which proxies say each time
+		h.close = true // whatever else it says: there is nothing to say between us
 	case is(name, "Content-Type") && h.mediaType == "":
 		if h.mediaType = "application/json"; string(value) != h.mediaType { // as nearly always, without a copy
 			h.mediaType = string(value)

@@ -26,6 +26,9 @@ func TestAnswers(t *testing.T) {
 		"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}":                                                         {200, "{}", true},
 		"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}H":                                                                             {200, "{}", false}, // nobody asked for that
 		"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}":                                                         {200, "{}", false},
+		"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}":                                                    {200, "{}", true}, // as nginx says each time
+		"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive, close\r\n\r\n{}":                                             {200, "{}", false},
+		"HTTP/1.0 200 OK\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}":                                                    {200, "{}", false},
 		"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}":                                                                              {200, "{}", false},
 		"HTTP/1.1 200 OK\r\n\r\nto the end":                                                                                           {200, "to the end", false},
 		"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\nX: 1\r\n\r\n":                               {200, "abcde", true},
