@@ -385,6 +385,37 @@ func TestOverTLS(t *testing.T) {
 	}
 }
 
+// The farewell of TLS takes five seconds where nobody reads: a call that was broken off must not wait for it, and neither must those beside it.
+func TestACallOverTLSEndsAtOnceWhereNobodyReads(t *testing.T) {
+	t.Parallel()
+	s := httptest.NewTLSServer(nil)
+	defer s.Close()
+	synctest.Test(t, func(t *testing.T) {
+		var theirs net.Conn
+		c, err := New(func(ctx context.Context) (net.Conn, error) {
+			ours, other := net.Pipe()
+			theirs = other
+			go func() { _ = tls.Server(other, s.TLS).HandshakeContext(bg) }() // ends with the handshake, and nobody reads behind it
+			conn := tls.Client(ours, &tls.Config{InsecureSkipVerify: true, MaxVersion: tls.VersionTLS12})
+			return conn, conn.HandshakeContext(ctx)
+		}, "example.com", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		k := post("{}")
+		k.Limit = time.Second
+		begun := time.Now()
+		if _, err := c.Do(t.Context(), k); err == nil || time.Since(begun) != k.Limit {
+			t.Errorf("it ended after %v, want %v: %v", time.Since(begun), k.Limit, err)
+		}
+		c.End(errEnd)
+		if _, err := theirs.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+			t.Errorf("the connection is open: %v", err)
+		}
+		theirs.Close()
+	})
+}
+
 func TestWhatCanBeNoRequestIsNotSent(t *testing.T) {
 	t.Parallel()
 	c, _, dialed := serve(t, func(http.ResponseWriter, *http.Request) {})
