@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -362,6 +363,48 @@ func eventually(t *testing.T, f func() bool) {
 	for deadline := time.Now().Add(10 * time.Second); !f(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("it does not come")
+		}
+	}
+}
+
+// Calls go where samples go, and name the host as they do.
+func TestHostsAreCalledAsNetHTTPCallsThem(t *testing.T) {
+	t.Parallel()
+	for url, want := range map[string][2]string{
+		"http://some.host:7447":             {"some.host:7447", "some.host:7447"},
+		"http://some.host/prefix":           {"some.host", "some.host:http"},
+		"https://some.host":                 {"some.host", "some.host:https"},
+		"http://some.host:":                 {"some.host", "some.host:http"},
+		"http://127.0.0.1:7447":             {"127.0.0.1:7447", "127.0.0.1:7447"},
+		"http://[::1]:7447":                 {"[::1]:7447", "[::1]:7447"},
+		"https://[::1]":                     {"[::1]", "[::1]:https"},
+		"http://b\u00fccher.example:7447/p": {"xn--bcher-kva.example:7447", "xn--bcher-kva.example:7447"},
+	} {
+		target, err := parseURL(url)
+		if err != nil {
+			t.Fatal(err)
+		}
+		host, address, err := hostOf(target.base)
+		if err != nil || host != want[0] || address != want[1] {
+			t.Errorf("%s: got %q at %q (%v), want %q at %q", url, host, address, err, want[0], want[1])
+		}
+		// net/http dials the same, but for the names of ports.
+		var dialed string
+		tr := target.transport()
+		tr.DialContext = func(_ context.Context, _, address string) (net.Conn, error) {
+			dialed = address
+			return nil, io.ErrUnexpectedEOF
+		}
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, target.base, http.NoBody)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if resp, err := tr.RoundTrip(req); err == nil {
+			resp.Body.Close()
+		}
+		dialed = strings.NewReplacer(":80", ":http", ":443", ":https").Replace(dialed)
+		if dialed != address {
+			t.Errorf("%s: net/http calls %q", url, dialed)
 		}
 	}
 }

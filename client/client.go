@@ -1,6 +1,8 @@
 package client
 
 import (
+	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
@@ -120,22 +122,44 @@ func (t *target) transport() *http.Transport {
 
 // caller makes the calls of a session.
 func (t *target) caller(session string) (*httpcall.Caller, error) {
+	host, address, err := hostOf(t.base)
+	if err != nil {
+		return nil, err
+	}
 	u, err := url.Parse(t.base)
 	if err != nil {
 		return nil, invalid("url", "can't be read")
 	}
-	address, dial := u.Host, t.dial
+	dial := t.dial
 	if u.Scheme == "https" {
 		dial = t.dialTLS
-	}
-	if u.Port() == "" {
-		address = net.JoinHostPort(u.Hostname(), u.Scheme) // a port has its scheme's name too
 	}
 	headers := []string{"User-Agent: " + userAgent, wire.SessionHeader + ": " + session}
 	if t.token != "" {
 		headers = append(headers, "Authorization: Bearer "+t.token)
 	}
-	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return dial(ctx, "tcp", address) }, u.Host, u.EscapedPath(), headers...)
+	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return dial(ctx, "tcp", address) }, host, u.EscapedPath(), headers...)
+}
+
+// hostOf is what a URL's host is called in requests, and where it is dialled, both as net/http has it: a name in ASCII, and no colon without a port behind it.
+func hostOf(base string) (host, address string, err error) {
+	req, err := http.NewRequestWithContext(context.Background(), http.MethodGet, base, http.NoBody)
+	if err != nil {
+		return "", "", invalid("url", "can't be read")
+	}
+	var sent bytes.Buffer
+	if err := req.Write(&sent); err != nil {
+		return "", "", invalid("url", "names a host that can't be called")
+	}
+	as, err := http.ReadRequest(bufio.NewReader(&sent))
+	if err != nil {
+		return "", "", invalid("url", "names a host that can't be called")
+	}
+	port := req.URL.Port()
+	if port == "" {
+		port = req.URL.Scheme // a port has its scheme's name too
+	}
+	return as.Host, net.JoinHostPort((&url.URL{Host: as.Host}).Hostname(), port), nil
 }
 
 func (t *target) dialTLS(ctx context.Context, network, address string) (net.Conn, error) {
