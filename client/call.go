@@ -117,8 +117,10 @@ func (c *Client) attempt(ctx context.Context, k *call, id string, body []byte) e
 		return decode(k.method, k.path, &a, k.out)
 	case errors.Is(err, httpcall.ErrTooLong):
 		return &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: k.path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
-	case ctx.Err() != nil || c.ended.Err() != nil && !k.last:
-		return err
+	case ctx.Err() != nil: // also if it ended just now, and the call by something else
+		return context.Cause(ctx)
+	case c.ended.Err() != nil && !k.last:
+		return context.Cause(c.ended)
 	}
 	return &lost{fmt.Errorf("%s %s: %w", k.method, k.path, err)}
 }

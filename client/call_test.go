@@ -408,3 +408,15 @@ func TestHostsAreCalledAsNetHTTPCallsThem(t *testing.T) {
 		}
 	}
 }
+
+// A call that fails in the moment in which the client ends says that, and not how.
+func TestACallThatFailsAtTheEndSaysSo(t *testing.T) {
+	t.Parallel()
+	f := newFake(t)
+	f.mux.HandleFunc("GET /v1/lost", hangsUp)
+	c := dialed(t, f, nil)
+	c.end(errClosed) // as Close begins, before it has broken off the calls
+	if err := c.call(t.Context(), call{method: http.MethodGet, path: "/v1/lost"}); !errors.Is(err, sluice.ErrClosed) {
+		t.Errorf("got %v", err)
+	}
+}
