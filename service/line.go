@@ -14,6 +14,7 @@ type place struct {
 	done  chan struct{} // closed when room and err are there
 	room  sluice.Reservation
 	err   error
+	until context.Context // ends with the run, or when the place is left
 	leave context.CancelCauseFunc
 
 	// Under the mutex of the holdings.
@@ -26,13 +27,6 @@ type placeKey struct {
 	producer sluice.Producer
 	request  string
 }
-
-// atOnce is the context of calls that do not wait.
-var atOnce = func() context.Context {
-	ctx, cancel := context.WithCancelCause(context.Background())
-	cancel(errWaited)
-	return ctx
-}()
 
 // mostKept is how long a place is kept for the next slice: a tenth of the one before, and no longer than this.
 const mostKept = 3 * time.Second
@@ -50,33 +44,32 @@ func (s *Service) room(ctx context.Context, c *call, req sluice.ReserveRequest, 
 		defer stop()
 		return c.run.q.Reserve(wctx, req)
 	}
-	if p == nil { // mostly there is room, and nobody has to wait for it
-		h.mu.Unlock()
-		if room, err := c.run.q.Reserve(atOnce, req); !errors.Is(err, errWaited) {
-			return room, err
-		}
-		h.mu.Lock()
-		p = h.places[key] // the same call may have come twice
-	}
-	if p == nil {
+	first := p == nil
+	if first {
 		p = &place{done: make(chan struct{}), expire: func() bool { return false }}
+		p.until, p.leave = context.WithCancelCause(c.run.ctx)
 		h.places[key] = p
-		p.stand(s, c, req)
 	}
 	p.here++
 	p.expire()
 	h.mu.Unlock()
 
+	grabbed := first && p.grab(c, req)
+	if first && !grabbed {
+		p.stand(s, c, req)
+	}
 	if wait <= 0 {
 		p.leave(errWaited) // who asks without waiting wants to know what came of it
 		<-p.done
 	}
-	wctx, stop := s.waiting(ctx, wait)
-	select {
-	case <-p.done:
-	case <-wctx.Done():
+	if !grabbed {
+		wctx, stop := s.waiting(ctx, wait)
+		select {
+		case <-p.done:
+		case <-wctx.Done():
+		}
+		stop()
 	}
-	stop()
 
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -114,14 +107,24 @@ func (h *holdings) giveUp(key placeKey, p *place) {
 	}
 }
 
+// grab takes the room if nobody has to wait for it, as mostly. The place is there meanwhile, so that the same call, coming twice, finds it.
+func (p *place) grab(c *call, req sluice.ReserveRequest) bool {
+	room, err := c.run.q.Reserve(waitedAlready, req)
+	if errors.Is(err, errWaited) {
+		return false
+	}
+	p.room, p.err = room, err
+	p.leave(nil)
+	close(p.done)
+	return true
+}
+
 // stand waits in the line. What is granted is the session's, whoever is there to hear of it.
 func (p *place) stand(s *Service, c *call, req sluice.ReserveRequest) {
 	r, session, q := c.run, c.session, c.run.q
-	ctx, leave := context.WithCancelCause(r.ctx)
-	p.leave = leave
 	go func() { // ends with the queue
-		defer leave(nil)
-		p.room, p.err = q.Reserve(ctx, req)
+		defer p.leave(nil)
+		p.room, p.err = q.Reserve(p.until, req)
 		if p.err == nil {
 			r.reserved(p.room, session, s.now().Add(s.opts.ReservationTime), "")
 			if !session.touches(r) {

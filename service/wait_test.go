@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -561,5 +562,31 @@ func TestAGracefulStopIsBounded(t *testing.T) {
 		if strings.HasSuffix(f.Name(), ".safetensors") && f.Name() != "s-1.safetensors" {
 			t.Errorf("left: %s", f.Name())
 		}
+	}
+}
+
+// Who asks without waiting what came of a call that is under way hears it, also in the moment in which that is granted: nobody else may hear of the room.
+func TestAGrantIsNotLostToTheQuestionWhatCameOfIt(t *testing.T) {
+	t.Parallel()
+	b := newBed(t, Options{})
+	b.create("r1")
+	session := newID()
+	for i := range 300 {
+		id := "q" + strconv.Itoa(i)
+		var both [2]wire.Reservations
+		var group sync.WaitGroup
+		for j, wait := range []wire.Seconds{30, 0} {
+			group.Go(func() {
+				a := b.try("POST", "/v1/runs/r1/reserve", wire.Reserve{Bytes: []int64{1}, WaitSeconds: wait, RequestID: id}, session)
+				if err := json.Unmarshal(a.body, &both[j]); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		group.Wait()
+		if len(both[0].Reservations) != 1 || len(both[1].Reservations) != 1 || both[0].Reservations[0].ID != both[1].Reservations[0].ID {
+			t.Fatalf("%d: the call got %+v, the question %+v", i, both[0], both[1])
+		}
+		do[struct{}](b, "POST", "/v1/runs/r1/unreserve", wire.Unreserve{Reservations: []string{both[0].Reservations[0].ID}})
 	}
 }
