@@ -173,3 +173,41 @@ def test_the_import_of_torch_keeps_no_frame_of_its_caller() -> None:
         del held
         assert gone() is None
     """)
+
+
+def test_without_torch_no_thread_looks_for_it() -> None:
+    run_python("""
+        import threading
+        from sluice import dtypes
+
+        class Without:
+            def __init__(self, finder):
+                self.finder = finder
+
+            def find_spec(self, name, *where):
+                return None if name == "torch" else self.finder.find_spec(name, *where)
+
+        def start(thread):
+            raise SystemExit("a thread")
+
+        sys.meta_path[:] = map(Without, sys.meta_path)
+        threading.Thread.start = start
+        assert dtypes.torch_module() is None
+    """)
+
+
+@pytest.mark.skipif(dtypes.torch_module() is None, reason="torch is not installed")
+def test_torch_is_imported_also_while_the_program_ends() -> None:
+    run_python("""
+        import atexit, os, traceback
+        from sluice import dtypes
+
+        def late():
+            try:
+                assert "torch" not in sys.modules and dtypes.torch_module() is sys.modules["torch"]
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+
+        atexit.register(late)
+    """)

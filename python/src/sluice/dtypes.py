@@ -7,8 +7,9 @@ Nothing here imports torch before it is needed, since that takes more than a sec
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +100,33 @@ def loaded_torch() -> ModuleType | None:
 def torch_module() -> ModuleType | None:
     """Return torch, imported at the first call, or None where it is not installed. An installed torch that fails to import raises."""
     try:
-        if "torch" not in sys.modules:  # its import keeps the frames of its callers until the next collection, and with them what they hold: it gets none
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(importlib.import_module, "torch").result()
+        if "torch" not in sys.modules and importlib.util.find_spec("torch") is not None:
+            _import_alone("torch")  # its import keeps the frames of its callers until the next collection, and with them what they hold: it gets none
         return importlib.import_module("torch")
     except ModuleNotFoundError as e:
         if e.name != "torch":
             raise
         return None
+
+
+def _import_alone(name: str) -> None:
+    """Import a module in a thread of its own, unless none can be started any more since the program ends."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            importlib.import_module(name)
+        except BaseException as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=work)
+    try:
+        thread.start()
+    except RuntimeError:
+        return
+    thread.join()
+    if errors:
+        raise errors.pop()
 
 
 def torch_dtype(name: str) -> torch.dtype:
