@@ -21,7 +21,7 @@ def errors_logged(source: str) -> list[int]:
         if isinstance(node, ast.ExceptHandler) and node.name:
             errors |= {node.name}
         if isinstance(node, ast.Call) and ast.unparse(node.func) in CALLS:
-            found.extend(a.lineno for a in node.args if isinstance(a, ast.Name) and a.id in errors)
+            found.extend(a.lineno for a in node.args if isinstance(a, ast.Name) and a.id in errors or isinstance(a, ast.Attribute) and a.attr.strip("_") in ("error", "cause", "fatal"))
         for child in ast.iter_child_nodes(node):
             visit(child, errors)
 
@@ -31,6 +31,7 @@ def errors_logged(source: str) -> list[int]:
 
 def test_it_finds_an_error_that_is_logged() -> None:
     assert errors_logged("try:\n    f()\nexcept E as e:\n    log.info('%s', e)\n    log.info('%s', str(e))\n") == [4]
+    assert errors_logged("log.info('%s %s', self._error, self.error_count)\n") == [1]
     assert errors_logged("def f(a: int, error: StaleError):\n    log.warning('%d %s', a, error)\n") == [2]
 
 

@@ -915,7 +915,7 @@ class AsyncFeaturePipeline:
         except BaseException:
             if exc is None:
                 raise
-            log.warning("the pipeline failed as well: %r", self._error)
+            log.warning("the pipeline failed as well: %s", repr(self._error))
 
 
 class _Room:
