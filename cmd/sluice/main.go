@@ -24,7 +24,8 @@ func main() {
 }
 
 // oneProcessorMore lets the runtime use one processor more than it would by itself, unless GOMAXPROCS says how many. A call into the kernel keeps its processor for its first 20 µs, and a
-// service makes many that last longer: with as many processors as cores, cores are idle while goroutines wait for one. docs/benchmarks.md has what it brings.
+// service makes many that last longer: with as many processors as cores, cores are idle while goroutines wait for one. DESIGN.md has what it brings. The price: the runtime no longer
+// follows a limit of the cgroup that changes while the command runs.
 func oneProcessorMore() {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + 1)

@@ -97,7 +97,7 @@ func Run(ctx context.Context, o Options) (_ *Result, err error) {
 		return nil, invalid("--only", fmt.Sprintf("is %q, which no row's name matches; without it all rows are shown", o.Only))
 	}
 
-	about := fmt.Sprintf("samples of %.4g MB (eagle3, %d tokens); %s %s/%s, %d cores", float64(b.sample)/1e6, b.tokens, runtime.Version(), runtime.GOOS, runtime.GOARCH, runtime.GOMAXPROCS(0))
+	about := fmt.Sprintf("samples of %.4g MB (eagle3, %d tokens); %s %s/%s, %d cores", float64(b.sample)/1e6, b.tokens, runtime.Version(), runtime.GOOS, runtime.GOARCH, runtime.NumCPU())
 	var names []string
 	for _, j := range jobs {
 		names = append(names, j.name)
