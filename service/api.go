@@ -286,7 +286,7 @@ func study(data []byte, v any) error {
 		if errors.As(err, &e) {
 			return e
 		}
-		return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: plain(strings.TrimPrefix(err.Error(), "json: "))}
+		return &sluice.Error{Kind: sluice.Invalid, Op: "body", Detail: plain(wire.Misfit(err).Error())}
 	}
 	trimmed := bytes.TrimLeft(data, " \t\r\n")
 	if len(trimmed) == 0 {
@@ -301,9 +301,6 @@ func study(data []byte, v any) error {
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	if err := d.Decode(v); err != nil {
-		if errors.Is(err, io.ErrUnexpectedEOF) {
-			err = errors.New("ends in the middle of a JSON value")
-		}
 		return bad(err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {

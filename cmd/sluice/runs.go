@@ -253,10 +253,10 @@ func readJSON(path, flag string, v any) error {
 	d := json.NewDecoder(io.LimitReader(f, wire.MaxBody))
 	d.DisallowUnknownFields()
 	if err := d.Decode(v); err != nil {
-		return refuse(err)
+		return refuse(fmt.Errorf("%s: %w", path, wire.Misfit(err)))
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return refuse(errors.New("something follows the JSON object"))
+		return refuse(fmt.Errorf("%s: something follows the JSON object", path))
 	}
 	return nil
 }
