@@ -3,8 +3,10 @@ package service
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
@@ -383,6 +385,10 @@ func TestAFullDiskIsUnavailableUntilThereIsRoomAgain(t *testing.T) {
 	if a.problem.Code != "unavailable" {
 		t.Errorf("with a full disk: %d %s", a.status, a.body)
 	}
+	b.poll("the reason in the status", func() bool {
+		st := do[wire.ServiceStatus](b, "GET", "/v1/status", nil)
+		return len(st.Runs) == 1 && strings.Contains(st.Runs[0].Unavailable, "but not yet: write /state/1.blk: no space left on device;")
+	})
 	j.full.Store(false)
 	b.poll("room again", func() bool {
 		a := b.try("POST", "/v1/runs/r1/commit", wire.Commit{Items: []wire.CommitItem{{Ref: &ref}}})
@@ -446,12 +452,17 @@ type failingJournals struct {
 	full atomic.Bool
 }
 
+var errDiskIsFull = &fs.PathError{Op: "write", Path: "/state/1.blk", Err: syscall.ENOSPC}
+
 type failingJournal struct {
 	sluice.Journal
 	of *failingJournals
 }
 
 func (j *failingJournals) Journal(ctx context.Context, name string) (sluice.Journal, error) {
+	if j.full.Load() {
+		return nil, &sluice.Error{Kind: sluice.Unavailable, Op: "journal", Detail: "can't be opened", Err: errors.Join(errDiskIsFull, errors.New("and more"))}
+	}
 	real, err := j.slowJournals.Journal(ctx, name)
 	if err != nil {
 		return nil, err
@@ -461,7 +472,7 @@ func (j *failingJournals) Journal(ctx context.Context, name string) (sluice.Jour
 
 func (j *failingJournal) Append(ctx context.Context, records []sluice.Record) error {
 	if j.of.full.Load() {
-		return &sluice.Error{Kind: sluice.NoSpace, Op: "journal", Detail: "the disk is full"}
+		return &sluice.Error{Kind: sluice.NoSpace, Op: "journal", Err: errDiskIsFull}
 	}
 	return j.Journal.Append(ctx, records)
 }

@@ -3,6 +3,7 @@ package service
 import (
 	"context"
 	"errors"
+	"io/fs"
 	"net/url"
 	"os"
 	"sync"
@@ -191,15 +192,15 @@ func (r *run) takeUploads(ctx context.Context, seen *watched) error {
 func (r *run) onEvent(e queue.Event) {
 	r.s.hub.send(wire.Event{Time: r.s.opts.Clock.Now(), RunID: r.id, Kind: string(e.Kind), Subject: plain(e.Subject), Text: plain(e.Text)})
 	if e.Kind == queue.EventUnavailable {
-		r.s.spawn(func() { r.mend() })
+		r.s.spawn(func() { r.mend(e.Text) })
 	}
 }
 
 // mendTime is how long uploads and downloads may go on while a run waits to be opened again.
 const mendTime = 5 * time.Second
 
-// mend opens the queue again after its journal failed: at once, and then ever more slowly until it can.
-func (r *run) mend() {
+// mend opens the queue again after its journal failed, for the given reason: at once, and then ever more slowly until it can.
+func (r *run) mend(reason string) {
 	if !r.mending.TryLock() {
 		return // somebody does already
 	}
@@ -217,7 +218,10 @@ func (r *run) mend() {
 	err := r.stopQueue(r.ctx)
 	r.q = nil
 	r.life.Unlock()
-	r.s.log.Warn("run unavailable: its journal failed", "run", r.id, "err", err)
+	r.s.log.Warn("run unavailable: its journal failed", "run", r.id, "why", plain(reason))
+	if err != nil {
+		r.s.log.Warn("the queue of a run whose journal failed did not stop in order", "run", r.id, "err", err)
+	}
 	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 5*time.Second) {
 		if err = r.reopen(broken); err == nil {
 			r.s.log.Info("run available again", "run", r.id)
@@ -231,6 +235,9 @@ func (r *run) mend() {
 			return
 		}
 		r.s.log.Warn("a run can't be opened again yet", "run", r.id, "again in", wait, "err", err)
+		if told := because(broken, err); r.why.CompareAndSwap(broken, told) {
+			broken = told
+		}
 		timer := time.NewTimer(wait)
 		select {
 		case <-timer.C:
@@ -239,6 +246,17 @@ func (r *run) mend() {
 			return
 		}
 	}
+}
+
+// because is the refusal with what keeps the run from being opened again, so that an operator reads of the full disk without the log. What the kernel said of a file goes before all that was
+// said about it, since a status has room for a sentence; and it is text alone, since the kind of a refusal is that of its outside.
+func because(broken *sluice.Error, err error) *sluice.Error {
+	if file := (*fs.PathError)(nil); errors.As(err, &file) {
+		err = file
+	}
+	told := *broken
+	told.Detail = "its journal failed; it is being opened again, but not yet: " + plain(err.Error())
+	return &told
 }
 
 func (r *run) reopen(broken *sluice.Error) error {
