@@ -75,7 +75,7 @@ func newFake() *fakeService {
 			Health:         sluice.Health{ResidentBytes: 7 * gib, ResidentSamples: 96, Caps: caps},
 			ElapsedSeconds: 600, ProducersWaiting: 2, ConsumersWaiting: 1, OldestLeaseSeconds: 29, Bottleneck: "wedged",
 			Wedged:    "consumer trainer-0 holds 96 leases (7.0 GiB) and waits for more, producers wait for 1.0 GiB, 1.0 GiB are free under the cap",
-			Consumers: []wire.ConsumerStatus{{Name: "trainer-0", Leases: 96, LeasedBytes: 7 * gib, Waiting: true, Acked: 304, LastSeenSeconds: 12}},
+			Consumers: []wire.ConsumerStatus{{Name: "trainer-0", Leases: 96, LeasedBytes: 7 * gib, Waiting: true, Acked: 304, LastSeenSeconds: 12}, {Name: "consumer-338198e399a250b7", Waiting: true, LastSeenSeconds: 0.1}},
 			Producers: []wire.ProducerStatus{{Name: evil, State: sluice.ProducerRunning, Put: 400, LastSeenSeconds: 40}},
 		}, {RunID: "being-opened", Unavailable: "its journal failed; it is being opened again"}},
 	}}
@@ -260,6 +260,9 @@ func TestThePageShowsTheRuns(t *testing.T) {
 			}
 			if says[bool](p, `document.documentElement.scrollWidth > innerWidth`) {
 				t.Error("the page is wider than its window")
+			}
+			if says[bool](p, `[...document.querySelectorAll(".wide table")].some((t) => t.textContent.startsWith("consumer") && t.scrollWidth > t.parentElement.clientWidth)`) {
+				t.Error("a table of consumers is wider than its card: the figures behind the names are out of sight")
 			}
 			if background := says[string](p, `getComputedStyle(document.body).backgroundColor`); strings.HasPrefix(background, "rgb(20") != (size.scheme == "dark") {
 				t.Errorf("in the %s scheme the background is %s", size.scheme, background)
