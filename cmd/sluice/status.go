@@ -245,6 +245,11 @@ func stateOf(r *wire.Status) string {
 		return "unavailable: " + inspect.Clean(r.Unavailable)
 	case r.Wedged != "":
 		return "wedged"
+	case r.Closed && r.Cause != "":
+		if r.Pending+r.Outstanding == 0 {
+			return "failed"
+		}
+		return "failed: what is left drains"
 	case r.Closed && r.Pending+r.Outstanding == 0:
 		return "done"
 	case r.Closed:

@@ -42,7 +42,7 @@ func TestStatusSaysWhoWaitsForWhat(t *testing.T) {
 		"sluice v1 on trainer-3, pid 7, up 1h2m, ready", "the runs' caps take 64.0 MiB of 1.0 GiB; 3 sessions", "r1  paused: producers wait until the level is at the low mark", "56.0 MiB of 64.0 MiB used: resident 48.0 MiB, reserved 8.0 MiB",
 		"low 16.0 MiB", "high 48.0 MiB", "pending 12   leased 3   dead 1   put 1000   acked 984   redelivered 2", "waiting: 1 producer for room, 2 consumers for samples; the oldest lease is 12s old",
 		"bottleneck: the trainer: producers waited 40s", "producer target-0: running, put 1000, seen 200ms ago", "consumer rank-0: works, 3 leases (12.0 MiB)", "consumer evil?[2J?name: waits",
-		"r2  done", "3 samples of 4 samples used", "cause: the ?target??failed",
+		"r2  failed", "3 samples of 4 samples used", "cause: the ?target??failed",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%q is missing in\n%s", want, text)
@@ -85,7 +85,7 @@ func TestStatusFitsANarrowTerminal(t *testing.T) {
 func TestStatesOfARun(t *testing.T) {
 	t.Parallel()
 	for want, r := range map[string]wire.Status{
-		"open": {}, "unavailable: its journal failed": {Unavailable: "its journal failed", Paused: true}, "wedged": {Wedged: "x", Closed: true, Paused: true}, "done": {Closed: true}, "draining": {Closed: true, Outstanding: 1, Paused: true}, "paused: producers wait until the level is at the low mark": {Paused: true, Starving: true}, "open: consumers are starving": {Starving: true},
+		"open": {}, "unavailable: its journal failed": {Unavailable: "its journal failed", Paused: true}, "wedged": {Wedged: "x", Closed: true, Paused: true}, "done": {Closed: true}, "failed": {Closed: true, Cause: "x"}, "failed: what is left drains": {Closed: true, Cause: "x", Pending: 1}, "draining": {Closed: true, Outstanding: 1, Paused: true}, "paused: producers wait until the level is at the low mark": {Paused: true, Starving: true}, "open: consumers are starving": {Starving: true},
 	} {
 		if got := stateOf(&r); got != want {
 			t.Errorf("%q, want %q", got, want)

@@ -158,7 +158,7 @@ function chips(run) {
   const chip = (text, cls) => node("span", { class: "chip " + cls }, text);
   return [
     run.wedged ? chip("wedged", "bad") : null,
-    run.closed ? chip(run.cause ? "closed: failed" : run.pending + run.outstanding > 0 ? "closed, draining" : "closed", run.cause ? "bad" : "") : chip("open", "ok"),
+    run.closed ? chip(run.cause ? "failed" : run.pending + run.outstanding > 0 ? "draining" : "done", run.cause ? "bad" : "") : chip("open", "ok"),
     run.paused ? chip("producers paused", "warn") : null,
     run.missing_ranks ? chip(`no consumer of ${run.missing_ranks.length === 1 ? "rank " + run.missing_ranks[0] : run.missing_ranks.length + " ranks"}`, "bad") : null,
     run.starving ? chip("consumers starve", "warn") : null,
