@@ -39,6 +39,9 @@ A token's value is never printed: create writes it to a file, which SLUICE_TOKEN
 				return err
 			}
 			tokens, err := wire.ReadTokens(dir)
+			if errors.Is(err, sluice.ErrNotFound) {
+				return &sluice.Error{Kind: sluice.NotFound, Op: "tokens", Subject: dir, Detail: "no service has made tokens in this state directory", Hint: "start `sluice serve` once, or name another with --state"}
+			}
 			if err != nil {
 				return err
 			}
