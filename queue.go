@@ -247,7 +247,7 @@ type Queue interface {
 	// ErrAborted. (Upstream's put_blocks_until_below.)
 	PutBlocksUntilBelow(ctx context.Context, r PutRequest, abortWhen func() bool) (PutStatus, error)
 
-	// Acquire leases samples. See [Delivery] for its answers. ErrStale if a newer incarnation of the consumer has come; ErrWedged if waiting has no
+	// Acquire leases samples. See [Delivery] for its answers. Leases that it was given in the moment in which ctx ended are its answer all the same. ErrStale if a newer incarnation of the consumer has come; ErrWedged if waiting has no
 	// prospect.
 	Acquire(ctx context.Context, r AcquireRequest) (Delivery, error)
 

@@ -35,7 +35,7 @@ func late(t *testing.T, hangs chan<- struct{}, then http.HandlerFunc) http.Handl
 	}
 }
 
-func TestWhatACancelledAcquireWasGivenIsReturned(t *testing.T) {
+func TestWhatACancelledAcquireWasGivenIsItsAnswer(t *testing.T) {
 	t.Parallel()
 	f := newFake(t)
 	hangs, ids := make(chan struct{}, 1), make(chan string, 4)
@@ -51,32 +51,31 @@ func TestWhatACancelledAcquireWasGivenIsReturned(t *testing.T) {
 		ids <- in.RequestID
 		answer(w, http.StatusOK, wire.Delivery{Leases: []wire.Lease{lease}})
 	}))
-	returned := make(chan wire.Settle, 1)
-	f.onEach("POST /v1/runs/r1/settle", func(w http.ResponseWriter, r *http.Request) {
-		var in wire.Settle
-		if err := json.NewDecoder(r.Body).Decode(&in); err != nil {
-			t.Error(err)
-		}
-		returned <- in
-		answer(w, http.StatusOK, wire.Settled{Results: make([]wire.SettleResult, len(in.Settlements))})
-	})
 	q := opened(t, dialed(t, f, nil)).Queue()
 	ctx, cancel := context.WithCancel(bg)
 	go func() { <-hangs; cancel() }() // ends with the call below
-	_, err := q.Acquire(ctx, sluice.AcquireRequest{Consumer: sluice.Consumer{Name: "ann"}, Wait: -1, RequestID: "mine"})
-	if !errors.Is(err, context.Canceled) {
-		t.Fatalf("got %v", err)
+	d, err := q.Acquire(ctx, sluice.AcquireRequest{Consumer: sluice.Consumer{Name: "ann"}, Wait: -1, RequestID: "mine"})
+	if err != nil || len(d.Leases) != 1 || d.Leases[0].ID != lease.ID || d.Leases[0].Consumer != "ann" {
+		t.Fatalf("got %+v, %v", d, err)
 	}
 	if id := <-ids; id != "mine" {
 		t.Errorf("it asked for the answer to %q", id)
 	}
-	select { // before the call has ended
-	case in := <-returned:
-		if len(in.Settlements) != 1 || in.Settlements[0].Lease != lease.ID || in.Settlements[0].Verdict != sluice.Return || in.Consumer.Name != "ann" {
-			t.Errorf("settled %+v", in)
-		}
-	default:
-		t.Error("nothing was returned")
+	if n := len(f.of("POST", "/v1/runs/r1/settle")); n != 0 {
+		t.Errorf("%d settlements: they are the caller's", n)
+	}
+}
+
+func TestACancelledAcquireThatWasGivenNothingSaysWhyItEnded(t *testing.T) {
+	t.Parallel()
+	f := newFake(t)
+	hangs := make(chan struct{}, 1)
+	f.onEach("POST /v1/runs/r1/acquire", late(t, hangs, says(wire.Delivery{})))
+	q := opened(t, dialed(t, f, nil)).Queue()
+	ctx, cancel := context.WithCancel(bg)
+	go func() { <-hangs; cancel() }() // ends with the call below
+	if d, err := q.Acquire(ctx, sluice.AcquireRequest{Consumer: sluice.Consumer{Name: "ann"}, Wait: -1}); !errors.Is(err, context.Canceled) {
+		t.Fatalf("got %+v, %v", d, err)
 	}
 }
 

@@ -17,7 +17,7 @@
 //
 // Every call carries an id, a generation or an incarnation that makes it safe to say twice, and is said again with growing pauses when its answer was lost, or when the service says that
 // it can't answer now, until the context ends or [Options].Patience is over. Then it is ErrUnavailable: a service that restarts is never the end of a stream. A cancelled context
-// reaches the service; what a cancelled acquire or reserve was given while its answer was on its way is returned before the call ends.
+// reaches the service; what a cancelled acquire was given while its answer was on its way is its answer, and what a cancelled reserve was given goes back before the call ends.
 //
 // # Sessions
 //

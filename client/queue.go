@@ -131,13 +131,31 @@ func (q *queue) Acquire(ctx context.Context, r sluice.AcquireRequest) (sluice.De
 
 // acquire is one slice.
 func (q *queue) acquire(ctx context.Context, in *wire.Acquire) (sluice.Delivery, error) {
+	d, err := q.ask(ctx, in)
+	if err == nil || ctx.Err() == nil {
+		return d, err
+	}
+	// It was given up, but an answer may have been on its way. To ask again with the same id, without waiting, tells what that was: leases that the caller must know of, as it must of those
+	// that a queue in its own process gave it in that moment.
+	bounded, cancel := background(ctx)
+	defer cancel()
+	again := *in
+	again.WaitSeconds = 0
+	late, lateErr := q.ask(bounded, &again)
+	switch {
+	case lateErr == nil && len(late.Leases) > 0:
+		return late, nil
+	case lateErr != nil && !errors.Is(lateErr, sluice.ErrStale) && !errors.Is(lateErr, sluice.ErrClosed):
+		q.c.log.Warn("client: can't ask what a cancelled acquire was given, which returns when its lease runs out", "run", q.run, "consumer", in.Consumer.Name, "error", lateErr)
+	}
+	return sluice.Delivery{}, err
+}
+
+func (q *queue) ask(ctx context.Context, in *wire.Acquire) (sluice.Delivery, error) {
 	var out wire.Delivery
 	var sent time.Time
 	err := q.c.call(ctx, call{method: http.MethodPost, path: runPath(q.run, "/acquire"), in: in, out: &out, wait: in.WaitSeconds.Duration(), sent: &sent})
 	if err != nil {
-		if ctx.Err() != nil {
-			q.handBack(ctx, *in)
-		}
 		return sluice.Delivery{}, err
 	}
 	given := sent.Add(out.WaitedSeconds.Duration()) // or later: however long the answer took, no lease is thought to live when it does not
@@ -149,25 +167,6 @@ func (q *queue) acquire(ctx context.Context, in *wire.Acquire) (sluice.Delivery,
 		})
 	}
 	return d, nil
-}
-
-// handBack returns what an acquire was given whose answer was not waited for. Asking again with the same id, without waiting, tells what that was.
-func (q *queue) handBack(ctx context.Context, in wire.Acquire) {
-	ctx, cancel := background(ctx)
-	defer cancel()
-	in.WaitSeconds = 0
-	var out wire.Delivery
-	err := q.post(ctx, "/acquire", &in, &out, 0)
-	if err == nil && len(out.Leases) > 0 {
-		back := wire.Settle{Consumer: in.Consumer, RequestID: q.c.newRequestID()}
-		for _, l := range out.Leases {
-			back.Settlements = append(back.Settlements, wire.Settlement{Lease: l.ID, Verdict: sluice.Return})
-		}
-		err = q.post(ctx, "/settle", &back, &wire.Settled{}, 0)
-	}
-	if err != nil && !errors.Is(err, sluice.ErrStale) && !errors.Is(err, sluice.ErrClosed) {
-		q.c.log.Warn("client: can't ask what a cancelled acquire was given, which returns when its lease runs out", "run", q.run, "consumer", in.Consumer.Name, "error", err)
-	}
 }
 
 func (q *queue) Settle(ctx context.Context, r sluice.SettleRequest) ([]sluice.SettleResult, error) {
