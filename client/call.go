@@ -11,6 +11,7 @@ import (
 	"mime"
 	"net/http"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/sluice-ml/sluice"
@@ -199,7 +200,7 @@ func refusal(method, path string, a *httpcall.Answer) error {
 
 // noService is for answers that no Sluice service gives: something else listens there, or stands between.
 func noService(path string, a *httpcall.Answer, what string) error {
-	return &sluice.Error{Kind: sluice.Unavailable, Op: "client", Subject: path, Detail: fmt.Sprintf("the answer has the status %d %s and %s", a.StatusCode, http.StatusText(a.StatusCode), what), Hint: "is that the address of a Sluice service?"}
+	return &sluice.Error{Kind: sluice.Unavailable, Op: "client", Subject: path, Detail: fmt.Sprintf("the answer has the status %s and %s", strings.TrimSpace(strconv.Itoa(a.StatusCode)+" "+http.StatusText(a.StatusCode)), what), Hint: "is that the address of a Sluice service?"}
 }
 
 // background is for what must be done although the caller's context has ended, in bounded time.

@@ -8,7 +8,6 @@ import (
 	"io"
 	"os"
 	"os/signal"
-	"runtime"
 	"runtime/debug"
 	"syscall"
 
@@ -18,19 +17,7 @@ import (
 	"github.com/sluice-ml/sluice/service"
 )
 
-func main() {
-	oneProcessorMore()
-	os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr))
-}
-
-// oneProcessorMore lets the runtime use one processor more than it would by itself, unless GOMAXPROCS says how many. A call into the kernel keeps its processor for its first 20 µs, and a
-// service makes many that last longer: with as many processors as cores, cores are idle while goroutines wait for one. DESIGN.md has what it brings. The price: the runtime no longer
-// follows a limit of the cgroup that changes while the command runs.
-func oneProcessorMore() {
-	if os.Getenv("GOMAXPROCS") == "" {
-		runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + 1)
-	}
-}
+func main() { os.Exit(Main(os.Args[1:], os.Stdout, os.Stderr)) }
 
 // errSilent ends the command with status 1 when everything has been said already.
 var errSilent = errors.New("the command has said what is wrong")

@@ -51,6 +51,7 @@ the file. SIGTERM or an interrupt stops in order, a second one at once. The exit
   sluice serve --state /tmp/mine --no-tcp --max-bytes none --exit-idle 10s --remove-state`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			defer service.AddProcessor()()
 			log, err := newLog(stderr, logFormat, logLevel)
 			if err != nil {
 				return err

@@ -73,7 +73,8 @@ type plant struct {
 // newPlant starts a service with a run, with its samples in one folder and its journals in another.
 func newPlant(ctx context.Context, samples, journals string, durability dirstore.Durability) (_ *plant, err error) {
 	p := &plant{taps: &taps{}}
-	var undo []func() error
+	alone := service.AddProcessor() // as sluice serve does; the floor has it too
+	undo := []func() error{func() error { alone(); return nil }}
 	p.close = func() error {
 		var errs []error
 		for _, f := range slices.Backward(undo) {

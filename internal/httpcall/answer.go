@@ -12,7 +12,7 @@ import (
 )
 
 const (
-	longestLine = 8 << 10 // bytes of the headers of an answer
+	longestLine = 8 << 10 // bytes of a line of an answer's headers
 	mostLines   = 256     // of those headers
 	mostInterim = 8       // answers of 1xx before the one that counts
 )
