@@ -44,6 +44,14 @@ func checkSeconds(field string, s Seconds) error {
 	return nil
 }
 
+// checkID is for an id that a call must have.
+func checkID(name, id string) error {
+	if id == "" {
+		return bad(name, "is missing")
+	}
+	return sluice.ValidateID(id)
+}
+
 func first(errs ...error) error {
 	for _, err := range errs {
 		if err != nil {
@@ -56,7 +64,7 @@ func first(errs ...error) error {
 // Check refuses what the fields may not hold.
 func (s *RunSpec) Check() error {
 	return first(checkSeconds("visibility_timeout_seconds", s.VisibilityTimeoutSeconds), checkSeconds("producer_timeout_seconds", s.ProducerTimeoutSeconds),
-		sluice.ValidateID(s.RunID))
+		checkID("run_id", s.RunID))
 }
 
 // Check refuses what the fields may not hold.
@@ -83,7 +91,7 @@ func (b *Stage) Check() error {
 	if b.File == "" || len(b.File) > 255 || b.File == "." || b.File == ".." || strings.ContainsAny(b.File, "/\x00") {
 		return bad("file", "is no bare file name: want 1 to 255 bytes without a slash")
 	}
-	return sluice.ValidateID(b.SampleID)
+	return checkID("sample_id", b.SampleID)
 }
 
 // Check refuses what the fields may not hold.
@@ -127,7 +135,7 @@ func (b *Acquire) Check() error {
 	return first(checkWait(b.WaitSeconds), checkText("request_id", b.RequestID, 200), b.Consumer.check())
 }
 
-func (c *Consumer) check() error { return sluice.ValidateID(c.Name) }
+func (c *Consumer) check() error { return checkID("consumer.name", c.Name) }
 
 // Check refuses what the fields may not hold.
 func (b *Settle) Check() error {
@@ -152,7 +160,7 @@ func (b *Leave) Check() error { return b.Consumer.check() }
 
 // Check refuses what the fields may not hold.
 func (b *Report) Check() error {
-	return first(checkText("cause", b.Cause, 4096), sluice.ValidateID(b.Producer.Name))
+	return first(checkText("cause", b.Cause, 4096), checkID("producer.name", b.Producer.Name))
 }
 
 // Check refuses what the fields may not hold.
