@@ -321,6 +321,7 @@ type Status struct {
 	Health Health `json:"health"` // of the store
 
 	Elapsed          time.Duration `json:"elapsed"` // since the queue was opened
+	Ended            time.Duration `json:"ended"`   // how long ago the last sample was settled, once the run is closed and none is left; 0 before
 	Paused           bool          `json:"paused"`
 	Starving         bool          `json:"starving"`
 	ProducersWaiting int           `json:"producers_waiting"`
@@ -362,14 +363,14 @@ type ProducerStatus struct {
 // Bottleneck says in a sentence which side the run waits for: none if neither has waited for a twentieth of the time. A rank that is missing now is named before any
 // sum of waits, since the run stands still until it comes.
 func (s *Status) Bottleneck() string {
-	p, c := s.ProducerPaused, s.ConsumerWaited
+	p, c, worked := s.ProducerPaused, s.ConsumerWaited, s.Elapsed-s.Ended // what came of a run stays true however long it has been over
 	switch {
 	case s.Wedged != "":
 		return "wedged: " + s.Wedged
 	case len(s.MissingRanks) > 0:
 		return "a missing rank: no consumer asks for the samples of " + rankNames(s.MissingRanks) + ", and the others wait"
-	case max(p, c) < s.Elapsed/20 || p+c < 100*time.Millisecond:
-		return fmt.Sprintf("none: of %v, producers waited %v for room and consumers %v for samples", s.Elapsed.Round(time.Millisecond), p.Round(time.Millisecond), c.Round(time.Millisecond))
+	case max(p, c) < worked/20 || p+c < 100*time.Millisecond:
+		return fmt.Sprintf("none: of %v, producers waited %v for room and consumers %v for samples", worked.Round(time.Millisecond), p.Round(time.Millisecond), c.Round(time.Millisecond))
 	case p > 2*c:
 		return fmt.Sprintf("the trainer: producers waited %v for room, consumers %v for samples", p.Round(time.Millisecond), c.Round(time.Millisecond))
 	case c > 2*p:

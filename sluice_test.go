@@ -314,7 +314,8 @@ func TestBottleneckNamesTheSide(t *testing.T) {
 		want string
 	}{
 		{Status{}, "none"}, {Status{Elapsed: 100e9, ProducerPaused: 4e9, ConsumerWaited: 1e9}, "none: of 1m40s, producers waited 4s for room and consumers 1s for samples"},
-		{Status{Elapsed: 100e9, ProducerPaused: 6e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 5e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 1e9, ConsumerWaited: 5e9}, "the target"},
+		{Status{Elapsed: 100e9, ProducerPaused: 6e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{Elapsed: 100e9, Ended: 50e9, ConsumerWaited: 4e9}, "the target"},
+		{Status{ProducerPaused: 5e9, ConsumerWaited: 1e9}, "the trainer"}, {Status{ProducerPaused: 1e9, ConsumerWaited: 5e9}, "the target"},
 		{Status{ProducerPaused: 2e9, ConsumerWaited: 2e9}, "balanced"}, {Status{Wedged: "all wait"}, "wedged: all wait"},
 		{Status{ProducerPaused: 2e9, ConsumerWaited: 2e9, MissingRanks: []int{1}}, "a missing rank: no consumer asks for the samples of rank 1, and the others wait"},
 		{Status{MissingRanks: []int{1, 3}}, "a missing rank: no consumer asks for the samples of ranks 1, 3, and the others wait"},

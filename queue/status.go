@@ -30,6 +30,9 @@ func (q *Queue) Status(context.Context) (sluice.Status, error) {
 	if q.cause != nil {
 		s.Cause = q.cause.Error()
 	}
+	if q.closed && q.pending == 0 && q.out == 0 {
+		s.Ended = time.Duration(q.now - max(q.wedge.progress, q.base))
+	}
 	oldest := q.now
 	for _, c := range q.consumers {
 		if c.left {

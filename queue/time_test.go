@@ -200,6 +200,33 @@ func wedged(t *testing.T, f *fixture) (producer, consumer chan error) {
 	return f.reserve(sluice.Producer{}, 400), f.wait(alice)
 }
 
+// What a run waited for is measured by the time it took, however long it has been over.
+func TestARunThatIsOverSaysHowLongAgo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFixture(t, nil, nil)
+		c := f.wait(alice)
+		time.Sleep(4 * time.Second)
+		f.put(1)
+		if err := <-c; err != nil {
+			t.Fatal(err)
+		}
+		if err := f.q.Close(bg, nil); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		if s, err := f.q.Status(bg); err != nil || s.Ended != 0 {
+			t.Errorf("a lease is out: %v, %v", s.Ended, err)
+		}
+		f.settle(alice, sluice.Ack, f.leasesOf("alice")...)
+		time.Sleep(time.Hour)
+		s, err := f.q.Status(bg)
+		if err != nil || s.Ended != time.Hour || s.Elapsed != time.Hour+5*time.Second || !strings.HasPrefix(s.Bottleneck(), "the target") {
+			t.Errorf("%v: ended %v ago of %v: %s", err, s.Ended, s.Elapsed, s.Bottleneck())
+		}
+		f.q.Stop(bg)
+	})
+}
+
 func TestAWedgeIsReportedWithinFiveSeconds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var events []Event

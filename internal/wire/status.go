@@ -40,6 +40,7 @@ type Status struct {
 	Health sluice.Health `json:"health"`
 
 	ElapsedSeconds        Seconds `json:"elapsed_seconds"`
+	EndedSeconds          Seconds `json:"ended_seconds,omitempty" doc:"How long ago the last sample was settled, once the run is closed and none is left."`
 	Paused                bool    `json:"paused"`
 	Starving              bool    `json:"starving"`
 	ProducersWaiting      int     `json:"producers_waiting"`
@@ -83,7 +84,7 @@ func StatusOf(s *sluice.Status) Status {
 		RunID: s.RunID, Closed: s.Closed, Cause: s.Cause, StepsPerCheckpoint: s.StepsPerCheckpoint, Pending: s.Pending, Outstanding: s.Outstanding, Dead: s.Dead,
 		Put: s.Put, Delivered: s.Delivered, Redelivered: s.Redelivered, Padded: s.Padded, Acked: s.Acked, Failed: s.Failed, Expired: s.Expired, Returned: s.Returned,
 		DeadTotal: s.DeadTotal, Dropped: s.Dropped, TailDropped: s.TailDropped, Gated: s.Gated, Stale: s.Stale, TokensPut: s.TokensPut, TokensAcked: s.TokensAcked,
-		BytesPut: s.BytesPut, BytesAcked: s.BytesAcked, WindowsOpened: s.WindowsOpened, Health: s.Health, ElapsedSeconds: SecondsOf(s.Elapsed), Paused: s.Paused,
+		BytesPut: s.BytesPut, BytesAcked: s.BytesAcked, WindowsOpened: s.WindowsOpened, Health: s.Health, ElapsedSeconds: SecondsOf(s.Elapsed), EndedSeconds: SecondsOf(s.Ended), Paused: s.Paused,
 		Starving: s.Starving, ProducersWaiting: s.ProducersWaiting, ConsumersWaiting: s.ConsumersWaiting, ProducerPausedSeconds: SecondsOf(s.ProducerPaused),
 		ConsumerWaitedSeconds: SecondsOf(s.ConsumerWaited), OldestLeaseSeconds: SecondsOf(s.OldestLease), Wedged: s.Wedged, MissingRanks: s.MissingRanks, Bottleneck: s.Bottleneck(),
 		Consumers: make([]ConsumerStatus, 0, len(s.Consumers)), Producers: make([]ProducerStatus, 0, len(s.Producers)),
@@ -105,7 +106,7 @@ func (w *Status) Domain() sluice.Status {
 		RunID: w.RunID, Closed: w.Closed, Cause: w.Cause, StepsPerCheckpoint: w.StepsPerCheckpoint, Pending: w.Pending, Outstanding: w.Outstanding, Dead: w.Dead,
 		Put: w.Put, Delivered: w.Delivered, Redelivered: w.Redelivered, Padded: w.Padded, Acked: w.Acked, Failed: w.Failed, Expired: w.Expired, Returned: w.Returned,
 		DeadTotal: w.DeadTotal, Dropped: w.Dropped, TailDropped: w.TailDropped, Gated: w.Gated, Stale: w.Stale, TokensPut: w.TokensPut, TokensAcked: w.TokensAcked,
-		BytesPut: w.BytesPut, BytesAcked: w.BytesAcked, WindowsOpened: w.WindowsOpened, Health: w.Health, Elapsed: w.ElapsedSeconds.Duration(), Paused: w.Paused,
+		BytesPut: w.BytesPut, BytesAcked: w.BytesAcked, WindowsOpened: w.WindowsOpened, Health: w.Health, Elapsed: w.ElapsedSeconds.Duration(), Ended: w.EndedSeconds.Duration(), Paused: w.Paused,
 		Starving: w.Starving, ProducersWaiting: w.ProducersWaiting, ConsumersWaiting: w.ConsumersWaiting, ProducerPaused: w.ProducerPausedSeconds.Duration(),
 		ConsumerWaited: w.ConsumerWaitedSeconds.Duration(), OldestLease: w.OldestLeaseSeconds.Duration(), Wedged: w.Wedged, MissingRanks: w.MissingRanks,
 	}
