@@ -78,6 +78,7 @@ type Plan struct {
 	LogitsDType   sluice.DType     `json:"logits_dtype"`
 	Axes          map[string]int64 `json:"axes"` // the lengths that were used, B and S left out
 	Packing       bool             `json:"packing"`
+	builtin       bool             // the schema is
 
 	PromptTokens  int64 `json:"prompt_tokens"`  // of a mean prompt
 	MeanTokens    int64 `json:"mean_tokens"`    // of a mean row: a mean prompt, or a full row where rows are packed
@@ -130,6 +131,9 @@ func New(in Input) (*Plan, error) {
 	p := &Plan{
 		Algorithm: in.Schema.Name, SchemaVersion: in.Schema.Version, DType: in.DType, LogitsDType: in.LogitsDType, Axes: map[string]int64{}, Packing: in.Packing,
 		PromptTokens: in.MeanLen, MeanTokens: in.MeanLen, LargestTokens: in.MaxLen,
+	}
+	if known, err := sluice.SchemaOf(in.Schema.Name); err == nil {
+		p.builtin = in.Schema == known
 	}
 	var m meter
 	meanDocs, mostDocs := int64(1), int64(1)

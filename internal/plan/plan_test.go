@@ -388,6 +388,9 @@ func TestASchemaOfOnesOwn(t *testing.T) {
 	if s := p.String(); !strings.Contains(s, "grows faster than the tokens") || !strings.Contains(s, "nothing special") {
 		t.Error(s)
 	}
+	if !strings.Contains(p.String(), "\nat a service: sluice runs create RUN --schema FILE --max-bytes ") {
+		t.Errorf("the command does not ask for the schema:\n%s", p)
+	}
 }
 
 func TestPackedRowsAreFull(t *testing.T) {

@@ -74,6 +74,7 @@ func (p *Plan) String() string {
 		{"StepsPerCheckpoint", strconv.Itoa(p.Run.StepsPerCheckpoint), "", ""},
 	}, 3))
 	line("Windows: Ranks %d, PerRank %d, Prefetch %d (all of these are fields of sluice.RunConfig)", w.Ranks, w.PerRank, w.Prefetch)
+	line("at a service: %s", p.command())
 	line("stream.ProducerConfig: %s", strings.Join(p.producerFields(), ", "))
 	if c.LowWatermarkBytes < p.MeanHeldBytes || c.LowWatermarkSamples < p.HeldSamples {
 		line("With these caps trainers hold more than a low mark, so that a paused producer goes on only when they starve.")
@@ -122,6 +123,21 @@ func (p *Plan) String() string {
 	}
 	line("%s", p.Verdict)
 	return b.String()
+}
+
+// command creates the run at a service. What it leaves out is the service's default.
+func (p *Plan) command() string {
+	r, w := &p.Run, p.Run.Windows
+	schema := "--schema FILE"
+	if p.builtin {
+		schema = "--algorithm " + string(p.Algorithm)
+	}
+	text := fmt.Sprintf("sluice runs create RUN %s --max-bytes %d --max-samples %d --largest-sample %d --ranks %d --per-rank %d --prefetch %d",
+		schema, r.Caps.MaxBytes, r.Caps.MaxSamples, r.LargestSample, w.Ranks, w.PerRank, w.Prefetch)
+	if r.StepsPerCheckpoint > 0 {
+		text += fmt.Sprintf(" --steps-per-checkpoint %d", r.StepsPerCheckpoint)
+	}
+	return text
 }
 
 // producerFields lists what a producer must be told, so that its samples are what was planned.
