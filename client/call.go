@@ -117,7 +117,7 @@ func (c *Client) attempt(ctx context.Context, k *call, id string, body []byte) e
 	case err == nil:
 		return decode(k.method, k.path, &a, k.out)
 	case errors.Is(err, httpcall.ErrTooLong):
-		return &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: k.path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
+		return tooLong(k.path)
 	case ctx.Err() != nil: // also if it ended just now, and the call by something else
 		return context.Cause(ctx)
 	case c.ended.Err() != nil && !k.last:
@@ -132,13 +132,8 @@ func (c *Client) request(ctx context.Context, method, path, id string) (*http.Re
 	if err != nil {
 		return nil, &sluice.Error{Kind: sluice.Invalid, Op: "client", Subject: path, Err: err}
 	}
-	h := req.Header
-	h[wire.SessionHeader] = c.sessionHeader
-	h.Set(wire.RequestHeader, id)
-	h.Set("User-Agent", userAgent)
-	if c.target.token != "" {
-		h.Set("Authorization", "Bearer "+c.target.token)
-	}
+	req.Header = c.headers.Clone()
+	req.Header.Set(wire.RequestHeader, id)
 	return req, nil
 }
 
@@ -172,9 +167,13 @@ func answered(resp *http.Response) (*httpcall.Answer, error) {
 		return nil, &lost{err}
 	}
 	if len(data) > maxAnswer {
-		return nil, &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: resp.Request.URL.Path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
+		return nil, tooLong(resp.Request.URL.Path)
 	}
 	return &httpcall.Answer{StatusCode: resp.StatusCode, Type: resp.Header.Get("Content-Type"), Body: data}, nil
+}
+
+func tooLong(path string) error {
+	return &sluice.Error{Kind: sluice.Unsupported, Op: "client", Subject: path, Detail: fmt.Sprintf("the answer is longer than %d bytes", maxAnswer)}
 }
 
 // refusal is the error that an answer with a status other than 2xx means.

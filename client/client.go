@@ -33,9 +33,9 @@ type Client struct {
 	// healthWait bounds [sluice.Store].Health.
 	healthWait time.Duration
 
-	session       string
-	sessionHeader []string
-	requests      atomic.Int64 // ids that were given out
+	session  string
+	headers  http.Header  // of every request
+	requests atomic.Int64 // ids that were given out
 
 	ended  context.Context // what runs in the background ends with it
 	end    context.CancelCauseFunc
@@ -47,10 +47,7 @@ type Client struct {
 	pinners map[*store]bool            // stores that have handed something out
 }
 
-const (
-	handshakeTime = 5 * time.Second
-	userAgent     = "sluice-client"
-)
+const handshakeTime = 5 * time.Second
 
 var errClosed = &sluice.Error{Kind: sluice.Closed, Op: "client", Detail: "the client is closed"}
 
@@ -74,13 +71,16 @@ func Dial(ctx context.Context, o Options) (*Client, error) {
 	if c.patience == 0 {
 		c.patience = defaultPatience
 	}
-	c.sessionHeader = []string{c.session}
+	c.headers = http.Header{"User-Agent": {"sluice-client"}, wire.SessionHeader: {c.session}}
+	if t.token != "" {
+		c.headers.Set("Authorization", "Bearer "+t.token)
+	}
 	c.http = &http.Client{
 		Transport: t.transport(),
 		// A redirection would take the token elsewhere.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
-	if c.calls, err = t.caller(c.session); err != nil {
+	if c.calls, err = t.caller(c.headers); err != nil {
 		return nil, err
 	}
 	if t.inClear() {
@@ -120,8 +120,8 @@ func (t *target) transport() *http.Transport {
 	}
 }
 
-// caller makes the calls of a session.
-func (t *target) caller(session string) (*httpcall.Caller, error) {
+// caller makes calls that all have the headers.
+func (t *target) caller(headers http.Header) (*httpcall.Caller, error) {
 	host, address, err := hostOf(t.base)
 	if err != nil {
 		return nil, err
@@ -134,11 +134,11 @@ func (t *target) caller(session string) (*httpcall.Caller, error) {
 	if u.Scheme == "https" {
 		dial = t.dialTLS
 	}
-	headers := []string{"User-Agent: " + userAgent, wire.SessionHeader + ": " + session}
-	if t.token != "" {
-		headers = append(headers, "Authorization: Bearer "+t.token)
+	var lines []string
+	for name := range headers {
+		lines = append(lines, name+": "+headers.Get(name))
 	}
-	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return dial(ctx, "tcp", address) }, host, u.EscapedPath(), headers...)
+	return httpcall.New(func(ctx context.Context) (net.Conn, error) { return dial(ctx, "tcp", address) }, host, u.EscapedPath(), lines...)
 }
 
 // hostOf is what a URL's host is called in requests, and where it is dialled, both as net/http has it: a name in ASCII, and no colon without a port behind it.

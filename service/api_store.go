@@ -530,10 +530,10 @@ func (w *served) ReadFrom(r io.Reader) (int64, error) {
 		w.c.begin(http.StatusOK)
 	}
 	l, ok := r.(*io.LimitedReader)
-	if !ok {
-		return io.Copy(w.ResponseWriter, r)
+	if ok {
+		_, ok = l.R.(*section)
 	}
-	if _, ok := l.R.(*section); !ok { // several ranges, which come through a pipe
+	if !ok { // several ranges come through a pipe
 		return io.Copy(w.ResponseWriter, r)
 	}
 	// The sample is let go before its last bytes are sent. Who has all of them may release it at once on another connection, and then finds it free.

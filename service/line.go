@@ -54,15 +54,16 @@ func (s *Service) room(ctx context.Context, c *call, req sluice.ReserveRequest, 
 	p.expire()
 	h.mu.Unlock()
 
-	grabbed := first && p.grab(c, req)
-	if first && !grabbed {
+	if first && !p.grab(c, req) {
 		p.stand(s, c, req)
 	}
 	if wait <= 0 {
 		p.leave(errWaited) // who asks without waiting wants to know what came of it
 		<-p.done
 	}
-	if !grabbed {
+	select {
+	case <-p.done: // mostly there is room, and nothing to wait for
+	default:
 		wctx, stop := s.waiting(ctx, wait)
 		select {
 		case <-p.done:

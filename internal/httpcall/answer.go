@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"math"
 	"net/http"
 	"net/http/httputil"
 	"strconv"
@@ -49,36 +48,33 @@ func readAnswer(r *bufio.Reader, method string, most int64) (a Answer, whole boo
 		return a, false, unexpected(err)
 	}
 	a = Answer{StatusCode: h.status, Type: h.mediaType}
-	body := io.Reader(r)
 	switch {
 	case h.status/100 == 1:
 		return a, false, malformed("status " + strconv.Itoa(h.status))
-	case method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified:
-		return a, !h.close && r.Buffered() == 0, nil
+	case method == http.MethodHead || h.status == http.StatusNoContent || h.status == http.StatusNotModified: // no body
 	case h.chunked:
-		body = httputil.NewChunkedReader(r)
+		if a.Body, err = readUpTo(httputil.NewChunkedReader(r), most); err == nil {
+			err = readFields(r, func(_, _ []byte) error { return nil }) // the trailers
+		}
 	case h.length > most:
-		return a, false, ErrTooLong
+		err = ErrTooLong
 	case h.length >= 0:
 		a.Body = make([]byte, h.length)
-		if _, err := io.ReadFull(r, a.Body); err != nil {
-			return a, false, unexpected(err)
-		}
-		return a, !h.close && r.Buffered() == 0, nil
+		_, err = io.ReadFull(r, a.Body)
+	default:
+		a.Body, err = readUpTo(r, most)
+		h.close = true // it ended with the connection
 	}
-	if a.Body, err = io.ReadAll(io.LimitReader(body, most+1)); err != nil {
-		return a, false, unexpected(err)
+	return a, err == nil && !h.close && r.Buffered() == 0, unexpected(err)
+}
+
+// readUpTo reads to the end.
+func readUpTo(r io.Reader, most int64) ([]byte, error) {
+	data, err := io.ReadAll(io.LimitReader(r, most+1))
+	if err == nil && int64(len(data)) > most {
+		err = ErrTooLong
 	}
-	if int64(len(a.Body)) > most {
-		return a, false, ErrTooLong
-	}
-	if !h.chunked { // it ended with the connection
-		return a, false, nil
-	}
-	if err := readFields(r, func(_, _ []byte) error { return nil }); err != nil { // the trailers
-		return a, false, unexpected(err)
-	}
-	return a, !h.close && r.Buffered() == 0, nil
+	return data, err
 }
 
 // unexpected is an end in the middle of an answer.
@@ -189,7 +185,7 @@ func digits(p []byte) (n int64, ok bool) {
 		}
 		n = n*10 + int64(d-'0')
 	}
-	return n, n < math.MaxInt64
+	return n, true
 }
 
 // token reports whether a name is one of RFC 9110.

@@ -177,10 +177,10 @@ func New(in Input) (*Plan, error) {
 // check looks at every field by itself and fills in defaults.
 func (in *Input) check() error {
 	const most20 = 1 << 20
-	switch int64(0) {
-	case in.MeanLen:
+	if in.MeanLen == 0 {
 		return invalid("--mean-len", "is 0 or not set, want the mean number of tokens of a prompt")
-	case in.MaxLen:
+	}
+	if in.MaxLen == 0 {
 		return invalid("--max-len", "is 0 or not set, want the number of tokens of the longest prompt")
 	}
 	for _, f := range [...]struct {
