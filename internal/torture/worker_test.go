@@ -35,7 +35,7 @@ func flow(t *testing.T, wrapStore func(sluice.ClaimStore) sluice.Store, wrapQueu
 		}
 	})
 	dir := t.TempDir()
-	until := time.Now().Add(700 * time.Millisecond)
+	until := time.Now().Add(1500 * time.Millisecond) // long enough for the samples that the tests want, also where other tests have the cores
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	g, ctx := errgroup.WithContext(ctx)
